@@ -1,6 +1,6 @@
 """Pages: the unit of storage of a compressed cache, as bytes in pools.
 
-A page holds up to 64 tokens of one (batch row, layer, KV head), keys at `bits_k` and values at `bits_v` bits.
+A page holds up to 16 tokens of one (batch row, layer, KV head), keys at `bits_k` and values at `bits_v` bits.
 Pages of equal widths live in one pool, an array (capacity, bytes of a page), and are known by their index in
 it. Which tokens a page holds is nobody's business but the cache's: a page fills token by token, tokens move
 between slots, and attention does not care for their order.
@@ -20,11 +20,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.threads import share
-
 __all__ = [
+    "ALIGNMENT",
     "DECODED",
+    "NO_PAGE",
     "PAGE_TABLE_BYTES",
+    "QUAD",
     "RAW",
     "TOKENS_PER_PAGE",
     "WIDTHS",
@@ -35,7 +36,6 @@ __all__ = [
     "new_pool",
     "prepared_frames",
     "read_tokens",
-    "rotate_vectors",
     "side_formats",
     "write_tokens",
 ]
@@ -43,7 +43,16 @@ __all__ = [
 WIDTHS = (2, 3, 4, 8, 16)
 """Bits of an element; 16 is the cache's own dtype, unchanged."""
 
-TOKENS_PER_PAGE = 64
+TOKENS_PER_PAGE = 16
+
+QUAD = 4
+"""Entries of a page table that stand together, all of one rung: what an attention kernel takes at once."""
+
+NO_PAGE = 0xFFFFFFFF
+"""The index of an entry without a page, which fills up a quad; its count is 0."""
+
+ALIGNMENT = 16
+"""Bytes: the parts of a record, records and pools begin at multiples of it."""
 
 PAGE_TABLE_BYTES = 8
 """Bytes charged for a page's entry in the page table: index 4, base 2, count 1, rung 1."""
@@ -77,10 +86,10 @@ class PageLayout:
     Examples
     --------
     >>> layout = PageLayout(head_dim=64, bits_k=4, bits_v=2, itemsize=2)
-    >>> layout.k_codes, layout.v_codes, layout.k_steps, layout.v_steps, layout.positions, layout.importance
-    (0, 2048, 3072, 3136, 3200, 3328)
+    >>> layout.k_codes, layout.k_steps, layout.v_codes, layout.v_steps, layout.positions, layout.importance
+    (0, 512, 528, 784, 800, 832)
     >>> layout.nbytes
-    3392
+    848
     """
 
     head_dim: int
@@ -101,25 +110,31 @@ class PageLayout:
         """Return the bits an element takes: `width`, or 32 for width 16 of a float32 cache."""
         return 8 * self.itemsize if width == 16 else width
 
+    def code_bytes(self, width: int) -> int:
+        """Return the bytes of the codes of a side of this width: words of 4 bytes, each of 32 lanes."""
+        tiles, bits = self.head_dim // 16, self.stored_bits(width)
+        words = {2: (tiles + 1) // 2, 3: tiles // 4 * 3 + tiles % 4}.get(bits, tiles * bits // 4)
+        return 128 * words
+
     @property
     def k_codes(self) -> int:
         """Byte offset of the codes of K."""
         return 0
 
     @cached_property
-    def v_codes(self) -> int:
-        """Byte offset of the codes of V."""
-        return 8 * self.head_dim * self.stored_bits(self.bits_k)
-
-    @cached_property
     def k_steps(self) -> int:
         """Byte offset of the steps of K; no bytes are there at width 16."""
-        return self.v_codes + 8 * self.head_dim * self.stored_bits(self.bits_v)
+        return self.code_bytes(self.bits_k)
+
+    @cached_property
+    def v_codes(self) -> int:
+        """Byte offset of the codes of V."""
+        return self.k_steps + (TOKENS_PER_PAGE if self.bits_k < 16 else 0)
 
     @cached_property
     def v_steps(self) -> int:
         """Byte offset of the steps of V; no bytes are there at width 16."""
-        return self.k_steps + (TOKENS_PER_PAGE if self.bits_k < 16 else 0)
+        return self.v_codes + self.code_bytes(self.bits_v)
 
     @cached_property
     def positions(self) -> int:
@@ -137,11 +152,11 @@ class PageLayout:
         return self.importance + TOKENS_PER_PAGE
 
     def positions_in(self, pool: Bytes) -> NDArray[np.uint16]:
-        """Return the positions of all slots as a view (pages, 64) of a pool."""
+        """Return the positions of all slots as a view (pages, 16) of a pool."""
         return pool[:, self.positions : self.importance].view("<u2")
 
     def importance_in(self, pool: Bytes) -> Bytes:
-        """Return the importance codes of all slots as a view (pages, 64) of a pool."""
+        """Return the importance codes of all slots as a view (pages, 16) of a pool."""
         return pool[:, self.importance : self.nbytes]
 
 
@@ -208,25 +223,27 @@ def side_formats(layout: PageLayout, dtype: str) -> tuple[tuple[Any, NDArray[np.
 
 
 def first_bits(bits: int, head_dim: int, side: str) -> NDArray[np.int32]:
-    """Return the index of the lowest bit of every code of a side, (64, head_dim).
+    """Return the index of the lowest bit of every code of a side, (16, head_dim).
 
     ``~index`` says that the bits are in words of their own. `kvlab.reference.pages.bit_address` is the order.
     """
     slot, channel = np.indices((TOKENS_PER_PAGE, head_dim))
-    block, token = slot % 8 // 2, slot // 8 + slot % 2 * 8
-    if side == "k":
-        tile, row, column = block * (head_dim // 16) + channel // 16, token, channel % 16
-    else:
-        tile, row, column = channel // 16 * 4 + block, channel % 16, token
-    lane, pair, half = row % 8 * 4 + column % 8 // 2, row // 8 + column // 8 * 2, column % 2
+    tile, token = channel // 16, slot // 2 + slot % 2 * 8
+    row, column = (token, channel % 16) if side == "k" else (channel % 16, token)
+    lane, register, half = row % 8 * 4 + column % 8 // 2, row // 8 + column // 8 * 2, column % 2
+    alone = np.zeros(tile.shape, np.bool_)
     if bits == 32:
-        return (32 * (32 * (8 * tile + 2 * pair + half) + lane)).astype(np.int32)
-    tiles = {2: 2, 3: 4}.get(bits, 1)  # whose pairs share words
-    pair += tile % tiles * 4
-    in_word, start = (5, 1) if bits == 3 else (16 // bits, 0)  # pairs of a word; bit of the first
-    alone = pair // in_word == tiles * bits // 4  # no word is left for the last pair of 3 bits
-    word = tile // tiles * (tiles * bits // 4) + np.where(alone, 0, pair // in_word)
-    bit = half * 16 + np.where(alone, 0, pair % in_word * bits + start)
+        word, bit = 8 * tile + 2 * register + half, np.zeros_like(tile)
+    elif bits == 2:
+        word, bit = tile // 2, 8 * (register // 2) + 4 * (tile % 2) + 2 * (register % 2) + 16 * half
+    elif bits == 3:
+        shared, pair = tile < head_dim // 64 * 4, 4 * (tile % 4) + register
+        alone = shared & (pair == 15)
+        word = tile // 4 * 3 + np.where(shared, np.where(alone, 0, pair // 5), tile % 4)
+        bit = np.where(shared, np.where(alone, 0, 3 * (pair % 5) + 1), 4 * register) + 16 * half
+    else:
+        per_word = 16 // bits
+        word, bit = bits * tile // 4 + register // per_word, bits * (register % per_word) + 16 * half
     at = 32 * (32 * word + lane) + bit
     return np.where(alone, ~at, at).astype(np.int32)
 
@@ -252,29 +269,6 @@ def prepared_frames(k_mean: NDArray[np.float16], k_shift: NDArray[np.uint8]) -> 
     frames = Frames(sums, most, powers.reshape(-1), np.empty(len(mean), np.bool_))
     prepare_frames(mean, np.ascontiguousarray(k_shift).reshape(mean.shape), frames)
     return frames
-
-
-def rotate_vectors(
-    x: Floats, mean: NDArray[np.float16] | None = None, of_row: NDArray[np.int64] | None = None
-) -> Floats:
-    """Rotate vectors (n, head_dim) as they are packed, vector i less mean[of_row[i]] of `mean` (m, head_dim).
-
-    Examples
-    --------
-    >>> rotate_vectors(np.ones((1, 16), np.float32))[0, :2]
-    array([4., 0.], dtype=float32)
-    """
-    from kvlab.numba_kernels.cpu.steps import rotate_rows
-
-    flat, out = np.ascontiguousarray(x, np.float32).reshape(-1), np.empty(x.shape, np.float32)
-    means = np.empty((0, x.shape[1]), np.float16) if mean is None else mean
-    frames = prepared_frames(means, np.zeros(means.shape, np.uint8))
-    which = np.empty(0, np.int64) if of_row is None else of_row
-    share(
-        rotate_rows, np.zeros(1, np.int64), flat, x.shape[1], frames, which, out.reshape(-1),
-        alone=len(x) < _PARALLEL_TOKENS,
-    )  # fmt: skip
-    return out
 
 
 def write_tokens(
@@ -315,7 +309,7 @@ def write_tokens(
     >>> layout = PageLayout(head_dim=16, bits_k=8, bits_v=16, itemsize=2)
     >>> pool = np.zeros((3, layout.nbytes), np.uint8)
     >>> k = np.linspace(-1, 1, 16, dtype=np.float32)[None]
-    >>> where = np.array([2]), np.array([63])
+    >>> where = np.array([2]), np.array([15])
     >>> write_tokens(pool, layout, "float16", *where, k, k)
     >>> k_again, v_again = read_tokens(pool, layout, "float16", *where)
     >>> bool(abs(k_again - k).max() < 0.01), bool(abs(v_again - k).max() < 0.0005)
@@ -372,19 +366,22 @@ class LayerPages:
     """What an attention call reads of one layer: its pools, and a page table of every (row, KV head).
 
     Entry p < num_pages[b, h] of the table says that row b, KV head h has `count` tokens in slots 0 to
-    count - 1 of page `index` of pool `rung`, the positions of which are (base << 16) + offset. Entries from
-    num_pages on, and slots from count on, may hold anything.
+    count - 1 of page `index` of pool `rung`, the positions of which are (base << 16) + offset. Entries 4 n to
+    4 n + 3, a quad, are of one rung; one without a page has count 0 and index NO_PAGE. Entries from num_pages
+    on, the index where count is 0, and slots from count on may hold anything.
 
     Parameters
     ----------
     layouts : tuple of PageLayout
         One a rung, in the order of the ladder.
     pools : tuple of uint8, (pages, layouts[r].nbytes)
-        One a rung, contiguous, starting at a multiple of 64 bytes.
+        One a rung, contiguous, starting at a multiple of 16 bytes.
     rung, count : uint8, (batch, num_heads_kv, entries)
+        Entries are a multiple of 4.
     index : uint32, (batch, num_heads_kv, entries)
     base : uint16, (batch, num_heads_kv, entries)
     num_pages : int32, (batch, num_heads_kv)
+        Entries in use, a multiple of 4.
     k_mean : float16, (batch, num_heads_kv, head_dim)
     dtype : {"float16", "bfloat16", "float32"}
         Of the cache.
@@ -422,13 +419,15 @@ class LayerPages:
                 raise ValueError(
                     f"layouts must have one head_dim and the itemsize of {self.dtype}, got {self.layouts}"
                 )
-            _check_pool(pool, layout, alignment=64)
+            _check_pool(pool, layout, ALIGNMENT)
         if self.num_pages.ndim != 2 or self.num_pages.dtype != np.int32:
             raise ValueError(
                 f"num_pages must be int32 (batch, num_heads_kv), "
                 f"got {self.num_pages.dtype} {self.num_pages.shape}"
             )
         shape = (*self.num_pages.shape, *self.rung.shape[-1:])
+        if self.rung.shape[-1] % QUAD:
+            raise ValueError(f"entries must be a multiple of {QUAD}, got rung of shape {self.rung.shape}")
         for name, dtype in (("rung", "uint8"), ("count", "uint8"), ("index", "uint32"), ("base", "uint16")):
             table = getattr(self, name)
             if table.dtype != dtype or table.shape != shape:
@@ -448,20 +447,20 @@ class LayerPages:
         return self.layouts[0].head_dim
 
     def check_entries(self) -> None:
-        """Raise ValueError unless every used entry names a page that exists, with 0 to 64 tokens.
+        """Raise ValueError unless quads are of one rung and every used entry names a page that exists.
 
         Attention kernels trust the table; a wrong entry makes them read outside the pools.
         """
         entries = self.rung.shape[-1]
-        if ((self.num_pages < 0) | (self.num_pages > entries)).any():
+        if ((self.num_pages < 0) | (self.num_pages > entries) | (self.num_pages % QUAD != 0)).any():
             raise ValueError(
-                f"num_pages must be 0 to {entries}, got {self.num_pages.min()} to {self.num_pages.max()}"
+                f"num_pages must be multiples of {QUAD} from 0 to {entries}, got {np.unique(self.num_pages)}"
             )
         used = np.arange(entries) < self.num_pages[..., None]
         capacity = np.zeros(256, np.int64)
         capacity[: len(self.pools)] = [len(pool) for pool in self.pools]
         limits: dict[str, Any] = {"rung": len(self.pools), "count": TOKENS_PER_PAGE + 1}
-        limits["index"] = capacity[self.rung]
+        limits["index"] = np.where(self.count > 0, capacity[self.rung], NO_PAGE + 1)
         for name, limit in limits.items():
             table, limit = np.broadcast_arrays(getattr(self, name), limit)
             for at in np.argwhere(used & (table >= limit))[:1]:
@@ -469,10 +468,17 @@ class LayerPages:
                 raise ValueError(
                     f"{name} must be below {limit[place]}, got {table[place]} at (row, head, entry) {place}"
                 )
+        for at in np.argwhere(used & (self.rung != np.repeat(self.rung[..., ::QUAD], QUAD, axis=-1)))[:1]:
+            row, head, entry = at.tolist()
+            quad = self.rung[row, head, entry // QUAD * QUAD :][:QUAD]
+            raise ValueError(
+                f"rung must be equal in entries 4 n to 4 n + 3, got {quad} at (row, head, entry) "
+                f"{(row, head, entry // QUAD * QUAD)}"
+            )
 
 
 def new_pool(pages: int, layout: PageLayout) -> Bytes:
-    """Memory for pages, not initialised, that starts at a multiple of 64 bytes."""
+    """Memory for pages, not initialised, that starts at a multiple of 64 bytes, as cache lines do."""
     raw = np.empty(pages * layout.nbytes + 64, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + pages * layout.nbytes].reshape(pages, layout.nbytes)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvlab.cache.store import UNIT, DeviceStore
+from kvlab.cache.store import UNIT, DeviceStore, named_pages
 from kvlab.pages import LayerPages, read_tokens
 from tests.allocations import fail_everywhere
 
@@ -29,18 +29,23 @@ class Listed(NamedTuple):
     index: np.ndarray
 
 
+def entries_with_tokens(pages: LayerPages) -> np.ndarray:
+    """(row, head, entry) of all entries that name a page with a token."""
+    return np.argwhere((np.arange(pages.rung.shape[2]) < pages.num_pages[..., None]) & (pages.count > 0))
+
+
 def tokens_in(pages: LayerPages, row: int) -> Listed:
     found: list[Any] = [np.zeros((7, 0), np.int64)]
-    for head in range(pages.rung.shape[1]):
-        for entry in range(int(pages.num_pages[row, head])):
-            at = (row, head, entry)
-            rung, count, index = int(pages.rung[at]), int(pages.count[at]), int(pages.index[at])
-            layout, record = pages.layouts[rung], pages.pools[rung][index : index + 1]
-            position = (int(pages.base[at]) << 16) + layout.positions_in(record)[0, :count].astype(np.int64)
-            code, same = layout.importance_in(record)[0, :count], np.ones(count, np.int64)
-            found.append(
-                [head * same, entry * same, np.arange(count), rung * same, position, code, index * same]
-            )
+    for at in map(tuple, entries_with_tokens(pages)):
+        if at[0] != row:
+            continue
+        rung, count, index = int(pages.rung[at]), int(pages.count[at]), int(pages.index[at])
+        layout, record = pages.layouts[rung], pages.pools[rung][index : index + 1]
+        position = (int(pages.base[at]) << 16) + layout.positions_in(record)[0, :count].astype(np.int64)
+        code, same = layout.importance_in(record)[0, :count], np.ones(count, np.int64)
+        found.append(
+            [at[1] * same, at[2] * same, np.arange(count), rung * same, position, code, index * same]
+        )
     return Listed(*np.concatenate([np.array(x, np.int64) for x in found], 1))
 
 
@@ -48,7 +53,7 @@ def contents_of(cache: Any) -> dict[tuple[int, int, int, int], tuple[int, bytes]
     """All tokens by (layer, row, head, position): the bits of their pages, and all that is stored of them."""
     found = {}
     for layer, pages in enumerate(pages_of(cache)):
-        for row, head, entry in np.argwhere(np.arange(pages.rung.shape[2]) < pages.num_pages[..., None]):
+        for row, head, entry in entries_with_tokens(pages):
             rung, count = int(pages.rung[row, head, entry]), int(pages.count[row, head, entry])
             layout, record = pages.layouts[rung], pages.pools[rung][pages.index[row, head, entry]][None]
             k, v = read_tokens(record, layout, pages.dtype, np.zeros(count, np.int64), np.arange(count))
@@ -63,8 +68,9 @@ def contents_of(cache: Any) -> dict[tuple[int, int, int, int], tuple[int, bytes]
 
 def positions(pages: LayerPages, row: int, head: int) -> list[int]:
     found = []
-    for entry in range(int(pages.num_pages[row, head])):
-        at = (row, head, entry)
+    for at in map(tuple, entries_with_tokens(pages)):
+        if at[:2] != (row, head):
+            continue
         layout, count = pages.layouts[pages.rung[at]], int(pages.count[at])
         held = layout.positions_in(pages.pools[pages.rung[at]])[pages.index[at], :count]
         found += [(int(pages.base[at]) << 16) + int(offset) for offset in held]
@@ -75,8 +81,7 @@ def check_store(store: DeviceStore) -> None:
     """Numbers of pages have no gaps, tables agree with them, and every slab is either used or free."""
     for layer, host in enumerate(store.stores):
         mine = {name: store.executor.to_host(table[layer]) for name, table in store.tables.items()}
-        live = np.arange(store.entries) < mine["num_pages"][..., None]
-        live &= (mine["waits"] == 0)[:, None, None]
+        live = named_pages(mine) & (mine["waits"] == 0)[:, None, None]
         rung, index = mine["rung"][live], mine["index"].view(np.uint32)[live].astype(np.int64)
         entry, slab_units = np.flatnonzero(live), store.slab[layer] // UNIT
         slab, within = index // slab_units, index % slab_units

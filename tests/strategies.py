@@ -221,8 +221,8 @@ class AllocationCase:
         return np.full(len(self.loss), len(self.cost) - 1) if self.ceiling is None else self.ceiling
 
 
-LADDERS = ((0, 2376, 3400, 4424, 8520), (2376, 3400, 4424, 8520, 16584), (4424, 6472, 8520, 16712))
-"""Bytes of a page of 64 tokens at widths (0), 2, 3, 4, 8 and 16, head dimension 64, and 2, 3, 4, 8, 128."""
+LADDERS = ((0, 600, 856, 1112, 2136), (600, 856, 1112, 2136, 4152), (1112, 1624, 2136, 4184))
+"""Bytes of a page at widths (0), 2, 3, 4, 8 and 16, head dimension 64, and 2, 3, 4, 8, 128."""
 
 
 @st.composite

@@ -33,6 +33,12 @@ def test_guesses_of_steps(width: int) -> None:
     assert reference_pages.TOKENS_PER_PAGE == TOKENS_PER_PAGE
 
 
+def test_signs_of_values() -> None:
+    from kvlab.numba_kernels.cpu.steps import SIGNS
+
+    assert np.array_equal(SIGNS, reference_pages.value_signs(256))
+
+
 @pytest.mark.parametrize("bits", [2, 3, 4, 8, 16, 32])
 @pytest.mark.parametrize("side", ["k", "v"])
 def test_the_order_of_codes_in_a_page(side: str, bits: int) -> None:

@@ -37,7 +37,7 @@ from kvlab.lab.quality.model import load_smollm2
 from kvlab.lab.quality.prompts import many_keys
 from kvlab.lab.quality.text import cut_windows
 from kvlab.lab.results import provenance
-from kvlab.pages import PAGE_TABLE_BYTES
+from kvlab.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE
 
 PROMPT, SCORED, WHOLE, TEXT, KEYS = 1024, 128, 2047, 1536, 10
 EVERY = 16  # tokens between two collections of attention
@@ -46,8 +46,8 @@ STEP = (1.0, 1.5957, 0.9957, 0.5860, 0.3352, 0.1881, 0.1041, 0.0568, 0.0308)
 LOSS = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001040, 0.000304, 0.0000877)
 DEFAULT: dict[str, Any] = {
     "bits": [[r.bits_k, r.bits_v] for r in parse_bits(BITS, 1)[0]],
-    "page": 64, "ring": 0, "frame": 64, "sink": 4, "recent": 28, "floor": 1.0, "norm": False, "side": 5,
-    "error": 1.0, "step": 8, "again": [], "shares": None, "scale": 1, "plan_length": 1,
+    "page": TOKENS_PER_PAGE, "ring": 0, "frame": 64, "sink": 4, "recent": 28, "floor": 1.0, "norm": False,
+    "side": 5, "error": 1.0, "step": 8, "again": [], "shares": None, "scale": 1, "plan_length": 1,
     "tasks": ["single", "retrieval"],
 }  # fmt: skip
 

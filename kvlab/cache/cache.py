@@ -469,8 +469,8 @@ class MixedPrecisionCache(CacheOptions):
         description, arrays = persistence.read(path)
         try:
             persistence.check_sizes(description, arrays)
-            cache = cls(**(persistence.EARLIER | description["arguments"]), device=device)
-            cache._runner.fill(description["layers"], arrays, description["version"])
+            cache = cls(**description["arguments"], device=device)
+            cache._runner.fill(description["layers"], arrays)
         except FormatError:
             raise
         except (KeyError, IndexError, TypeError, ValueError, NotImplementedError, AttributeError) as error:

@@ -1,8 +1,8 @@
 """What a cache holds, apart from the memory that it lies in: what files, pickles and other devices get.
 
 Pages are listed in the order of the page tables, pool by pool, so where they lay is not told; what a page
-table says besides is kept as it is, open pages without a token among it. A cache that takes contents over
-goes on as the one would that they are of.
+table says besides is kept as it is: open pages without a token, and fillers, which are the other entries
+without one. A cache that takes contents over goes on as the one would that they are of.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from kvlab.arguments import whole_number
 from kvlab.arrays import dtype_name, numpy_dtype
 from kvlab.cache.frame import MOST_SHIFT, awaiting
 from kvlab.cache.options import MOST
-from kvlab.cache.store import OPEN_PAGES, UNIT, WAITING_PAGES, DeviceStore
+from kvlab.cache.store import OPEN_PAGES, UNIT, WAITING_PAGES, DeviceStore, named_pages
 from kvlab.errors import FormatError
-from kvlab.pages import TOKENS_PER_PAGE
+from kvlab.pages import NO_PAGE, QUAD, TOKENS_PER_PAGE, PageLayout
 
 if TYPE_CHECKING:
     from kvlab.cache.step import DeviceCache
@@ -34,9 +34,9 @@ _COUNTERS = ("seqlen", "since_collection", "room")
 def contents_of(cache: DeviceCache) -> tuple[list[dict[str, Any]], Arrays]:
     """Copy what a cache holds to the host, layer by layer: counters and arrays. Waits for the device.
 
-    Arrays of layer i are named "i.num_pages", "i.k_mean", "i.k_shift", "i.has_mean", "i.open" and, one entry
-    a live page, "i.rung", "i.count", "i.base"; "i.pool0" and so on are the pages of each rung, behind those
-    of the ladder a rung for tokens that wait. "i.asked" has the rows of which tokens wait.
+    Arrays of layer i are named "i.num_pages", "i.k_mean", "i.k_shift", "i.has_mean", "i.open" and, for each
+    entry of the page tables, "i.rung", "i.count", "i.base"; "i.pool0" and so on are the pages of each rung,
+    behind those of the ladder a rung for tokens that wait. "i.asked" has the rows of which tokens wait.
     """
     store, states, arrays = cache.store, [], Arrays()
     cache.flush(cache.executor.stream(cache.like))
@@ -44,7 +44,7 @@ def contents_of(cache: DeviceCache) -> tuple[list[dict[str, Any]], Arrays]:
         counters = cache.lengths[number], cache.since[number], cache.lookahead[number]
         states.append(dict(zip(_COUNTERS, counters, strict=True)) | {"tidy": cache.reallocator.tidy})
         tables = {name: store.executor.to_host(table[number]) for name, table in store.tables.items()}
-        live = np.arange(store.entries) < tables["num_pages"][..., None]
+        live, named = np.arange(store.entries) < tables["num_pages"][..., None], named_pages(tables)
         arena = store.executor.to_host(store.arenas[number]).reshape(-1, UNIT)
         index = tables["index"].view(np.uint32).astype(np.int64)
         mine: Arrays = {name: tables[name] for name in ("num_pages", *_FRAMES, "open")}
@@ -53,7 +53,7 @@ def contents_of(cache: DeviceCache) -> tuple[list[dict[str, Any]], Arrays]:
         for name, dtype in _TABLES.items():
             mine[name] = tables[name].view(dtype)[live]
         for r, layout in enumerate(store.layouts(number)):
-            first = index[live & (tables["rung"] == r)]
+            first = index[named & (tables["rung"] == r)]
             mine[f"pool{r}"] = arena[first[:, None] + np.arange(layout.nbytes // UNIT)].reshape(
                 -1, layout.nbytes
             )
@@ -110,23 +110,27 @@ def _laid_out(
         return array
 
     num_pages = take("num_pages", "int32", (batch, heads))
-    if (num_pages < 0).any() or num_pages.max(initial=0) > store.entries:
-        raise FormatError(f"num_pages is not within 0 to {store.entries}")
+    if (num_pages < 0).any() or (num_pages % QUAD).any() or num_pages.max(initial=0) > store.entries:
+        raise FormatError(f"num_pages is not a multiple of {QUAD} within 0 to {store.entries}")
     live = np.arange(store.entries) < num_pages[..., None]
-    pages = int(num_pages.sum(dtype=np.int64))
-    rung, count, base = (take(name, np.dtype(kind).name, (pages,)) for name, kind in _TABLES.items())
+    entries = int(num_pages.sum(dtype=np.int64))
+    rung, count, base = (take(name, np.dtype(kind).name, (entries,)) for name, kind in _TABLES.items())
     has_mean, opened = take("has_mean", "bool", (batch,)), take("open", "int32", (batch, heads, OPEN_PAGES))
     for name, dtype in _FRAMES.items():
         tables[name][...] = take(name, dtype, (batch, heads, store.head_dim))
     waiting = awaiting(has_mean, num_pages)
     tables["asked"][waiting] = take("asked", "float32", (int(waiting.sum()), heads, store.head_dim))
+    row, head, entry = np.nonzero(live)
+    named = (count > 0) | ~has_mean[row] | (opened[row, head] == entry[:, None]).any(1)  # others are fillers
     pools = [
-        take(f"pool{r}", "uint8", (int((rung == r).sum()), layout.nbytes)) for r, layout in enumerate(layouts)
+        take(f"pool{r}", "uint8", (int((named & (rung == r)).sum()), layout.nbytes))
+        for r, layout in enumerate(layouts)
     ]
     if mine:
         raise FormatError(f"unknown entries {sorted(mine)[:3]}")
-    row, head, entry = np.nonzero(live)
-    _check(store, number, (row, head, entry), rung, count, base, opened, has_mean, length, pools)
+    _check(store, number, (row, head, entry), rung, count, base, opened, has_mean, length)
+    row, head, entry, rung_of, base_of, used = (x[named] for x in (row, head, entry, rung, base, count))
+    _check_positions(layouts, pools, rung_of, used, base_of, length)
     if not np.isfinite(tables["k_mean"]).all():
         raise FormatError("k_mean is not finite")
     if (tables["k_shift"] > MOST_SHIFT).any():
@@ -136,36 +140,45 @@ def _laid_out(
     tables["num_pages"][...], tables["open"][...], tables["seqlen"][...] = num_pages, opened, length
     tables["waits"][...], tables["num_free"][...] = ~has_mean, store.num_slabs[number]
     tables["free_slabs"][...] = store.all_slabs(number)
-    index, arena = _lay_pages(store, number, tables, (row, head, entry), rung, pools)
-    tables["index"][live] = index.astype(np.uint32).view(np.int32)
+    index, arena = _lay_pages(store, number, tables, (row, head, entry), rung_of, pools)
+    tables["index"].view(np.uint32)[live] = NO_PAGE
+    tables["index"].view(np.uint32)[row, head, entry] = index
     held = np.zeros(batch, np.int64)
-    np.add.at(held, row[head == 0], count[head == 0].astype(np.int64))
+    np.add.at(held, row[head == 0], used[head == 0].astype(np.int64))
     return tables, arena, held
 
 
 def _check(
     store: DeviceStore, number: int, at: tuple[Any, Any, Any], rung: Any, count: Any, base: Any, opened: Any,
-    has_mean: Any, length: int, pools: list[Any],
+    has_mean: Any, length: int,
 ) -> None:  # fmt: skip
-    """Refuse what no cache says of its pages; arrays have an entry for each live page."""
+    """Refuse what no cache says of its page tables; arrays have their entries, one table after the other."""
     row, head, entry = at
     ladder = len(store.stores[number].layouts)
-    if (rung >= len(pools)).any() or (count > TOKENS_PER_PAGE).any():
+    if (rung >= len(store.layouts(number))).any() or (count > TOKENS_PER_PAGE).any():
         raise FormatError("rung or count is out of range")
+    if (np.diff(rung.astype(int)) < 0)[np.diff(entry) > 0].any() or (
+        rung != np.repeat(rung[::QUAD], QUAD)
+    ).any():
+        raise FormatError("page tables are not sorted by rung in quads")
     is_open = (opened[row, head] == entry[:, None]).any(1)
     live = np.bincount(row * store.heads + head, minlength=opened.shape[0] * store.heads)
     if ((opened < -1) | (opened >= live.reshape(*opened.shape[:2], 1))).any():
         raise FormatError("open names pages that are not there")
-    if (is_open & has_mean[row] & (rung != ladder - 1)).any() or (
-        ~is_open & has_mean[row] & (count == 0)
-    ).any():
-        raise FormatError("open pages are not of the highest width, or others are empty")
+    if (is_open & has_mean[row] & (rung != ladder - 1)).any():
+        raise FormatError("open pages are not of the highest width")
     waits = ~has_mean[row]
     if ((rung == ladder) != waits).any() or (waits & (entry >= WAITING_PAGES)).any():
         raise FormatError("pages of tokens that wait are in rows that have their mean, or too many")
     if (~has_mean).any() and not store.takes_mean[number]:
         raise FormatError("has_mean is wrong: no row of this layer waits for the mean of its keys")
-    for r, (layout, pool) in enumerate(zip(store.layouts(number), pools, strict=True)):
+
+
+def _check_positions(
+    layouts: tuple[PageLayout, ...], pools: list[Any], rung: Any, count: Any, base: Any, length: int
+) -> None:
+    """Refuse tokens beyond the end; arrays have an entry for each page."""
+    for r, (layout, pool) in enumerate(zip(layouts, pools, strict=True)):
         mine = rung == r
         used = np.arange(TOKENS_PER_PAGE) < count[mine][:, None]
         position = (base[mine].astype(np.int64)[:, None] << 16) + layout.positions_in(pool)

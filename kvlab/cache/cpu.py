@@ -27,10 +27,18 @@ from kvlab.cache.frame import ASKING, LAST, add_queries
 from kvlab.cache.importance import MOST_TOKENS, weight_of_collection
 from kvlab.cache.ladder import Rung
 from kvlab.cache.plan import Ladder, PlanShape, choose_on_host, optimum
-from kvlab.cache.store import UNIT, DevicePages, DeviceStore, RowMove
+from kvlab.cache.store import UNIT, WAITING_PAGES, DevicePages, DeviceStore, RowMove
 from kvlab.ops.cpu.exact import attend_exact, exact_mass
 from kvlab.ops.cpu.packed import attend_into, mass
-from kvlab.pages import PageLayout, decode_importance, encode_importance, prepared_frames, side_formats
+from kvlab.pages import (
+    QUAD,
+    TOKENS_PER_PAGE,
+    PageLayout,
+    decode_importance,
+    encode_importance,
+    prepared_frames,
+    side_formats,
+)
 from kvlab.threads import share
 
 __all__ = ["CPU", "AppendCall", "AttendCall", "CpuExecutor", "CpuKernels", "Workspace", "levels_of"]
@@ -76,7 +84,7 @@ class Workspace:
 
     def max_groups(self, phase: int) -> int:
         """Most destination pages of a layer in a phase."""
-        return self.most_dropped * 64 if phase else self.most_new_pages
+        return self.most_dropped * TOKENS_PER_PAGE if phase else self.most_new_pages
 
 
 class CpuKernels:
@@ -259,7 +267,7 @@ class CpuKernels:
         """Add queries of some rows to what the frames of those that wait are made of."""
         tables = {name: self.store.tables[name][layer] for name in ("waits", "count", "asked")}
         for row in np.flatnonzero((tables["waits"] > 0) & rows):
-            waiting = int(tables["count"][row, 0, 0])
+            waiting = int(tables["count"][row, 0, :WAITING_PAGES].sum())
             asking = np.flatnonzero(valid[row])[max(ASKING - waiting, 0) : max(LAST - waiting, 0)]
             add_queries(tables["asked"][row], q[row, asking])
 
@@ -323,7 +331,9 @@ class CpuKernels:
             for bh in np.flatnonzero(waiting):
                 for entry in range(int(tables.num_pages[bh])):
                     start = int(tables.addresses[bh, entry]) * UNIT + tail
-                    held = tables.arena[start : start + 128].view("<u2")[: int(tables.counts[bh, entry])]
+                    held = tables.arena[start : start + 2 * TOKENS_PER_PAGE].view("<u2")[
+                        : int(tables.counts[bh, entry])
+                    ]
                     position = (int(tables.base[bh, entry]) << 16) + held.astype(np.int64)
                     tables.counts[bh, entry] = (position < end).sum()
 
@@ -342,9 +352,9 @@ class CpuKernels:
         return 1 << 20
 
     @staticmethod
-    def kept_page_bytes(rows: int) -> int:
-        """Bytes that the kept scores of a page take for so many query rows of a KV head: float32."""
-        return 4 * 64 * rows
+    def kept_quad_bytes(rows: int) -> int:
+        """Bytes that the kept scores of a quad take for so many query rows of a KV head: float32."""
+        return 4 * QUAD * TOKENS_PER_PAGE * rows
 
     def merge_rows(self, addresses: Sequence[int], shape: tuple[int, int, int], stream: int) -> None:
         """`kvlab.ops.cuda.pages.merge_rows`."""
@@ -367,7 +377,7 @@ class CpuKernels:
         for layer, (kept, total) in enumerate(zip(scores, lse, strict=True), first):
             if not kept.size:
                 continue
-            rows = kept.view(np.float32).reshape(*kept.shape[:3], -1, 64)
+            rows = kept.view(np.float32).reshape(*kept.shape[:3], -1, QUAD * TOKENS_PER_PAGE)
             pages = self.store.pages(layer, waiting=True)
             received = np.nan_to_num(mass(rows, total, pages, total.shape[1] // self.store.heads))
             tables, length = self._whole_tables(layer), int(self.store.tables["seqlen"][layer].max(initial=0))
@@ -461,12 +471,13 @@ class AttendCall:
 
     def __call__(self, view: CudaView, out: int, lse: int, stream: int) -> None:
         """Attend with the queries of a view; write to contiguous float32 arrays at two addresses."""
-        (batch, steps, heads, _), table = view.shape, self._pages.rung.shape
-        kept = np.empty((*table, 0), np.float32) if self._scores is None else self._scores.view(np.float32)
+        (batch, steps, heads, _), (*pairs, entries) = view.shape, self._pages.rung.shape
+        quads, slots = (*pairs, entries // QUAD), QUAD * TOKENS_PER_PAGE
+        kept = np.empty((*quads, 0), np.float32) if self._scores is None else self._scores.view(np.float32)
         results = array_at(out, view.shape, "float32"), array_at(lse, (batch, heads, steps), "float32")
         attend_into(
-            *results, kept.reshape(*table, kept.shape[-1] // 64, 64), view_at(view), self._pages,
-            heads // table[1], self._scale, self._softcap,
+            *results, kept.reshape(*quads, kept.shape[-1] // slots, slots), view_at(view), self._pages,
+            heads // pairs[1], self._scale, self._softcap,
         )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.cache.frame import ASKING, LAST, add_queries, key_mean, key_shift
-from kvlab.cache.store import UNIT, WAITING_PAGES, DeviceStore, PagesOfRows, RowMove
+from kvlab.cache.store import OPEN_PAGES, UNIT, WAITING_PAGES, DeviceStore, PagesOfRows, RowMove, named_pages
 from kvlab.pages import RAW, TOKENS_PER_PAGE, read_tokens, write_tokens
 
 __all__ = ["MergedTokens", "NewRow", "copy_pages", "freeze_row", "take_rows"]
@@ -129,9 +129,10 @@ def freeze_row(
             at = row, slice(None), page
             tables["rung"][at] = len(store.stores[layer].layouts)
             tables["count"][at] = np.clip(total - TOKENS_PER_PAGE * page, 0, TOKENS_PER_PAGE)
-            tables["base"][at], tables["open"][at] = np.array(segments, np.uint16).view(np.int16)[page], page
+            tables["base"][at] = np.array(segments, np.uint16).view(np.int16)[min(page, 1)]
             addresses = np.array([pages.address(head, page) for head in range(store.heads)], np.uint32)
             tables["index"][at] = addresses.view(np.int32)
+        tables["open"][row] = total // TOKENS_PER_PAGE + np.arange(OPEN_PAGES)
     if steps:
         tables["seqlen"][row] = end
     if waits:
@@ -162,10 +163,10 @@ def take_rows(store: DeviceStore, layer: int, move: RowMove) -> None:
     old = {name: table[layer][move.rows] for name, table in move.source.tables.items()}
     entries, slab_units = old["rung"].shape[2], store.slab[layer] // UNIT
     records = np.array([layout.nbytes // UNIT for layout in store.layouts(layer)], np.int64)
-    live = np.arange(entries) < old["num_pages"][..., None]
+    live, named = np.arange(entries) < old["num_pages"][..., None], named_pages(old)
     waits = (old["waits"] > 0) & store.holds_waiting[layer]
     rung, index = old["rung"].astype(np.int64), old["index"].view(np.uint32).astype(np.int64)
-    planned = live & ~waits[:, None, None]
+    planned = named & ~waits[:, None, None]
     stays = planned & (move.origins < 0)[:, None, None]
     came, number = index.copy(), np.zeros_like(index)
     slab, within = np.divmod(index[stays], slab_units)
@@ -202,7 +203,7 @@ def take_rows(store: DeviceStore, layer: int, move: RowMove) -> None:
 def copy_pages(store: DeviceStore, layer: int, source: PagesOfRows) -> None:
     """Copy the pages of a layer from where a source has them to the same places."""
     tables = {name: table[layer] for name, table in store.tables.items()}
-    live = np.arange(store.entries) < tables["num_pages"][..., None]
+    live = named_pages(tables)
     units, others = (x.reshape(-1, UNIT) for x in (store.arenas[layer], source.arenas[layer]))
     for r, layout in enumerate(store.layouts(layer)):
         first = tables["index"].view(np.uint32)[live & (tables["rung"] == r)].astype(np.int64)

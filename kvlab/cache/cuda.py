@@ -139,7 +139,7 @@ class GpuKernels:
         """How many query tokens an attention call takes."""
         return packed.most_query_tokens(self.store.pairs * self.store.entries, group, self.device)
 
-    kept_page_bytes = staticmethod(packed.kept_page_bytes)
+    kept_quad_bytes = staticmethod(packed.kept_quad_bytes)
 
     def merge_rows(self, addresses: Sequence[int], shape: tuple[int, int, int], stream: int) -> None:
         """Merge attention over other keys into the first; see `kvlab.ops.cuda.pages.merge_rows`."""

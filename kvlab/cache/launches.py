@@ -210,9 +210,7 @@ class StepCalls:
         self._memory = None
 
     def _new_scores(self, kept: int) -> Any:
-        store = self._store
-        shape = (store.batch, store.heads, store.entries, self._kernels.kept_page_bytes(kept * self._group))
-        return self._executor.score_memory(shape, store.like)
+        return self._executor.score_memory(self._collector.shape(kept), self._store.like)
 
     def _new_workspace(self, steps: int, semaphores: Any = None) -> Any:
         return self._kernels.attention_workspace(steps * self._group, semaphores)

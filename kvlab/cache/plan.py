@@ -22,6 +22,8 @@ from kvlab.device import compute_capability
 from kvlab.jit.build import arch_of, build
 from kvlab.jit.launch import Kernel, PreparedLaunch, load
 from kvlab.ops.allocator import allocate
+from kvlab.ops.device_arrays import shared_memory_per_block
+from kvlab.pages import TOKENS_PER_PAGE
 
 __all__ = [
     "RETRY",
@@ -45,13 +47,13 @@ OVER_BUDGET, RETRY = 1, 8
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
-_PAGE, _KEYS, _RUNGS, _RUN = 64, 256, 16, 1 << 16
-_MOST_HELD = 20_000  # chunks of 4 bytes, in the 99 KiB that a block has on the smallest supported GPU
+_PAGE, _KEYS, _RUNGS, _RUN = TOKENS_PER_PAGE, 256, 16, 1 << 16
+_STATIC = 8 << 10  # bytes of shared memory that choose_rungs has beside the weights of chunks, or fewer
 _HULL = np.dtype([("rate", "f4", _RUNGS), ("level", "i4", _RUNGS), ("edges", "i4")])
 _FIELDS = (
     "starts", "tokens", "kinds", "weight", "runs", "bytes_left", "chosen", "extra", "new_pages", "first",
-    "list", "sequence", "stay", "after", "role", "vacant", "freed_first", "freed", "holes", "beyond_end",
-    "head", "moves0", "moves1", "begins0", "begins1", "copies",
+    "list", "sequence", "keys", "stay", "after", "role", "role_after", "table", "freed", "holes",
+    "beyond_end", "head", "moves0", "moves1", "begins0", "begins1", "copies",
 )  # fmt: skip
 _NUMBERS = (
     "segments", "chunks", "most_new_pages", "most_dropped",
@@ -132,8 +134,8 @@ class PlanShape:
 
     @property
     def chunks(self) -> int:
-        """Most chunks of a (row, head, segment): 64 tokens each, but for one of every class."""
-        return min(1024, self.entries + self.new_tokens // _PAGE) + self.num_rungs + 1
+        """Most chunks of a (row, head, segment): a page each, but for one of every class."""
+        return min(_RUN // _PAGE, self.entries + self.new_tokens // _PAGE) + self.num_rungs + 1
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,7 @@ def make_workspace(
     """Allocate what calls for `layers` layers need, in the framework and on the device of `like`.
 
     A call adds at most `most_new_pages` pages to a layer and drops at most `most_dropped`; see
-    `decode_bounds`. A prefill of n tokens adds at most ``batch * heads * (n // 64 + 1 + segments)`` pages
+    `decode_bounds`. A prefill of n tokens adds at most ``batch * heads * (n // 16 + 1 + segments)`` pages
     besides the stored ones it demotes.
     """
     sizes = _sizes(shape, most_new_pages, most_dropped)
@@ -202,12 +204,13 @@ def make_workspace(
     memory = empty((total,), "uint8", like)
     if not shape.batch:  # no plan is launched, and what carries out its moves must find none
         memory[...] = 0
-    start = cuda_view(memory, "memory").pointer
+    view = cuda_view(memory, "memory")
+    start, held = view.pointer, _held(shape, view.device)
     call = np.zeros(1, _CALL)
     for name in _FIELDS:
         call[name] = start + offsets[name]
     call["segments"], call["chunks"] = shape.segments, shape.chunks
-    call["most_new_pages"], call["most_dropped"], call["held"] = most_new_pages, most_dropped, _held(shape)
+    call["most_new_pages"], call["most_dropped"], call["held"] = most_new_pages, most_dropped, held
     lists = np.zeros((2, layers), _LIST)
     at = {name: start + offsets[name] + np.arange(layers) * sizes[name] for name in _FIELDS}
     for phase in range(2):
@@ -240,10 +243,10 @@ def workspace_nbytes(shape: PlanShape, most_new_pages: int, most_dropped: int) -
     return sum(_sizes(shape, most_new_pages, most_dropped).values())
 
 
-def _held(shape: PlanShape) -> int:
-    """Chunks of a row that a block holds in shared memory; 0 if they are too many."""
+def _held(shape: PlanShape, device: int) -> int:
+    """Chunks of a row, 4 bytes each, that a block holds in shared memory; 0 if they are too many."""
     chunks = shape.heads * shape.segments * shape.chunks
-    return chunks if chunks <= _MOST_HELD else 0
+    return chunks if 4 * chunks <= shared_memory_per_block(device) - _STATIC else 0
 
 
 def _sizes(shape: PlanShape, most_new_pages: int, most_dropped: int) -> dict[str, int]:
@@ -257,8 +260,9 @@ def _sizes(shape: PlanShape, most_new_pages: int, most_dropped: int) -> dict[str
         "bytes_left": 8 * shape.batch,
         "chosen": 4 * groups * classes * levels,
         "extra": 4 * groups, "new_pages": 4 * groups * rungs, "first": 4 * groups * rungs,
-        "list": 4 * groups * rungs, "sequence": 4 * groups * rungs, "stay": 8 * entries, "after": entries,
-        "role": 8 * groups, "vacant": 4 * entries, "freed_first": 4 * num_bh * rungs,
+        "list": 4 * groups * rungs, "sequence": 4 * groups * rungs, "keys": _PAGE * entries,
+        "stay": 2 * entries, "after": entries,
+        "role": 8 * groups, "role_after": 8 * groups, "table": 8 * entries,
         "freed": 4 * most_dropped, "holes": 4 * most_dropped, "beyond_end": most_dropped, "head": 24,
         "moves0": 16 * most_new_pages * _PAGE, "moves1": 16 * most_dropped * _PAGE,
         "begins0": 4 * (most_new_pages + 1), "begins1": 4 * (most_dropped * _PAGE + 1),
@@ -267,7 +271,7 @@ def _sizes(shape: PlanShape, most_new_pages: int, most_dropped: int) -> dict[str
 
 
 def decode_bounds(shape: PlanShape, ladder: Ladder) -> tuple[int, int]:
-    """Return (most_new_pages, most_dropped) of a layer for plans without new tokens, one in 64 tokens.
+    """Return (most_new_pages, most_dropped) of a layer for plans without new tokens, one in 16 tokens.
 
     Each head may need one more page of the top rung; what it costs is saved by demotions, the smallest of
     which saves the least difference of two costs, and the last of which may save too much.
@@ -275,7 +279,7 @@ def decode_bounds(shape: PlanShape, ladder: Ladder) -> tuple[int, int]:
     Examples
     --------
     >>> shape = PlanShape(1, 8, 600, num_rungs=2, evicts=False, segments=1, new_tokens=0)
-    >>> decode_bounds(shape, Ladder((8520, 16712), (0.018, 1e-4)))
+    >>> decode_bounds(shape, Ladder((2136, 4184), (0.018, 1e-4)))
     (35, 51)
     """
     smallest = _smallest_step(ladder)
@@ -298,8 +302,8 @@ def crop_bounds(shape: PlanShape, ladder: Ladder, tokens: int, nbytes: int) -> t
     Examples
     --------
     >>> shape = PlanShape(1, 8, 600, num_rungs=2, evicts=False, segments=1, new_tokens=0)
-    >>> crop_bounds(shape, Ladder((8520, 16712), (0.018, 1e-4)), 64, 100_000)
-    (48, 88)
+    >>> crop_bounds(shape, Ladder((2136, 4184), (0.018, 1e-4)), 64, 100_000)
+    (84, 148)
     """
     new_pages, dropped = decode_bounds(shape, ladder)
     smallest = _smallest_step(ladder)
@@ -327,8 +331,8 @@ def smallest_nbytes(
 
     Examples
     --------
-    >>> smallest_nbytes(1000, 2, Ladder((8520, 16712), (0.018, 1e-4)), fixed_nbytes=520)
-    273160
+    >>> smallest_nbytes(1000, 2, Ladder((2136, 4184), (0.018, 1e-4)), fixed_nbytes=520)
+    269656
     """
     end, exact = tokens - min(tokens, window), 0
     low = sum(-(-(min(end, start + _RUN) - start) // _PAGE) for start in range(0, end, _RUN))
@@ -349,8 +353,8 @@ def ample_nbytes(tokens: int, heads: int, ladder: Ladder, fixed_nbytes: int, *, 
 
     Examples
     --------
-    >>> ample_nbytes(1000, 2, Ladder((8520, 16712), (0.018, 1e-4)), fixed_nbytes=520)
-    406856
+    >>> ample_nbytes(1000, 2, Ladder((2136, 4184), (0.018, 1e-4)), fixed_nbytes=520)
+    303128
     """
     runs = tokens // _RUN + 1
     exact = 3 + (-(-window // _PAGE) + 1 if window else 0)
@@ -477,7 +481,7 @@ def launch_plan(
         For at least so many layers. Its move lists are valid until its next call.
     ladder : Ladder
     sink, recent, lookahead : int
-        As in `kvlab.reference.cache_plan.plan`; lookahead at most 64.
+        As in `kvlab.reference.cache_plan.plan`; lookahead at most 16.
     fixed_nbytes : int
         Bytes of a row beside pages and their table entries.
     by_position : bool
@@ -562,9 +566,9 @@ def _launches(workspace: Workspace, layers: int) -> list[PreparedLaunch]:
         PreparedLaunch(kernels[entry], (blocks, layers), (threads,), workspace.call, shared_bytes, early=True)
         for entry, blocks, threads, shared_bytes in (
             ("count_keys", groups, 256, counters),
-            ("choose_rungs", shape.batch, 1024, 4 * _held(shape)),
+            ("choose_rungs", shape.batch, 1024, 4 * int(workspace.call["held"][0])),
             ("allocate_pages", 1, 256, 0),
-            ("plan_moves", groups, 256, 0),
-            ("make_tables", 1, 1024, 0),
+            ("plan_moves", groups * (shape.num_rungs + (shape.new_tokens > 0)), 256, 0),
+            ("make_tables", shape.batch * shape.heads, 512, 0),
         )
     ]

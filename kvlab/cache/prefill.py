@@ -2,7 +2,7 @@
 
 New tokens are attended by `kvlab.attention`, stored ones by packed attention, and the results merged. How
 much attention tokens get from the last query rows is their importance. Then a plan for the layer takes the
-new tokens in. A part of 64 tokens has little to do on the device, so the host decides its time: it waits
+new tokens in. A part of few tokens has little to do on the device, so the host decides its time: it waits
 once, behind the last layer (reallocation.py), and memory that all layers need is taken once.
 
 Kernels know policies of importance by name. A user's function runs on the host, so scores travel: those of
@@ -14,6 +14,7 @@ as a page would store it, 9 percent apart.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from kvlab.arrays import CudaView, dtype_name
 from kvlab.cache.importance import MOST_TOKENS
 from kvlab.cache.plan import Workspace
 from kvlab.cache.reallocation import PendingWrite
+from kvlab.cache.store import named_pages
 from kvlab.cache.waiting import Merged, merged_tokens, put_new
 from kvlab.ops.attention import attention, attention_varlen
 from kvlab.ops.cuda import pages as kernels
@@ -237,8 +239,8 @@ def _ask_function(cache: DeviceCache, layer: int, codes: Any, valid: Any) -> Non
 
 def _observed_rows(cache: DeviceCache, steps: int) -> tuple[slice, bool]:
     """Query rows of a long step that are observed, and whether these are its last ones without a gap."""
-    store, last = cache.store, min(steps, MOST_TOKENS)
-    nbytes = cache.pairs * store.entries * cache.kernels.kept_page_bytes(cache.group * last) // last
+    last = min(steps, MOST_TOKENS)
+    nbytes = math.prod(cache.collector.shape(last)) // last
     most = min(max(MIN_ROWS, MAX_SCORE_NBYTES // max(nbytes, 1)), cache.calls.most_query_tokens)
     apart = -(-last // max(min(last, most), 1))
     return slice(steps - 1 - (last - 1) // apart * apart, steps, apart), apart == 1
@@ -319,8 +321,9 @@ def _call_on_stored(cache: DeviceCache, layer: int, scores: Any, lse: Any, strea
 def _scored(cache: DeviceCache, layer: int, before: Bytes, after: Bytes) -> Bytes:
     """Put the function's scores into `after`, which has what tokens received; `before` has importance."""
     store, length, to_host = cache.store, cache.lengths[layer], cache.executor.to_host
-    tables = {name: to_host(store.tables[name][layer]) for name in ("rung", "count", "index", "base")}
-    live = np.arange(store.entries) < to_host(store.tables["num_pages"][layer])[..., None]
+    names = "rung", "count", "index", "base", "num_pages"
+    tables = {name: to_host(store.tables[name][layer]) for name in names}
+    live = named_pages(tables)
     for row in range(store.batch):
         at, position = _importance_offsets(
             cache, layer, {name: table[row] for name, table in tables.items()}, live[row], after

@@ -32,13 +32,12 @@ from kvlab.cache.plan import (
 from kvlab.cache.store import DeviceStore
 from kvlab.device import translated_out_of_memory
 from kvlab.ops.cuda import pages as kernels
-from kvlab.pages import TOKENS_PER_PAGE
+from kvlab.pages import QUAD, TOKENS_PER_PAGE
 
-__all__ = ["MAX_LOOKAHEAD", "Reallocator", "ladder_of"]
+__all__ = ["LOOKAHEAD", "Reallocator", "ladder_of"]
 
-MAX_LOOKAHEAD = 48
-"""Tokens that a plan makes room for at most: with the 63 that a page may hold, they fit two pages."""
-NO_LIMIT = 1 << 47  # below the 2**48 bytes that fit no row in kernels/cuda/plan/plan.cu
+LOOKAHEAD = kernels.MAX_STEPS
+"""Tokens that a plan makes room for: with the 15 that a page may hold, they fit two pages."""
 MAX_PENDING_NBYTES = 64 << 20
 """Bytes of new tokens that may wait for the word that they were taken in, or that a rare plan works in."""
 
@@ -68,8 +67,8 @@ class Reallocator:
         Tokens of a row that there is room for.
     row_budget : int or None
         Bytes that a row of a layer may take at that length.
-    sink, recent, lookahead : int
-        First and newest tokens that stay at the highest rung; tokens that a plan makes room for.
+    sink, recent : int
+        First and newest tokens that stay at the highest rung.
     by_position : bool
         Importance is recency.
     window, allocator
@@ -99,7 +98,6 @@ class Reallocator:
         *,
         sink: int,
         recent: int,
-        lookahead: int,
         by_position: bool,
         window: int,
         floor: float,
@@ -107,7 +105,7 @@ class Reallocator:
         takes_mean: Sequence[bool],
         holds_waiting: Sequence[bool],
     ) -> None:
-        self._executor, self._longest, self.lookahead = executor, capacity + lookahead, lookahead
+        self._executor, self._longest = executor, capacity + LOOKAHEAD
         self._rules: dict[str, Any] = {"sink": sink, "recent": recent, "by_position": by_position}
         self._rules |= {"window": window, "floor": round(floor * 2**32), "allocator": allocator}
         self.ladders = [ladder_of(store) for store in stores]
@@ -122,12 +120,12 @@ class Reallocator:
             )
             self.kernels = executor.kernels(self.store)
             shape = self._shape(0)
-            # Also for crops by a page of tokens, whose bytes a relative budget takes away.
-            pages = [
-                store.num_heads_kv * ladder.cost[-1]
+            # Also for crops by a quad of tokens, whose bytes a relative budget takes away.
+            quads = [
+                QUAD * store.num_heads_kv * ladder.cost[-1]
                 for store, ladder in zip(stores, self.ladders, strict=True)
             ]
-            new_pages, dropped = self._crop_bounds(shape, TOKENS_PER_PAGE, max(pages))
+            new_pages, dropped = self._crop_bounds(shape, QUAD * TOKENS_PER_PAGE, max(quads))
             self._decode = self.kernels.make_workspace(shape, len(stores), new_pages, dropped)
         self.restart(tidy=True)
 
@@ -172,7 +170,8 @@ class Reallocator:
         """Set the bytes that a row of a layer may take."""
         if row_budget != self._row_budget:
             self.synchronize()
-            self.store.tables["budget"][...] = NO_LIMIT if row_budget is None else row_budget
+            no_limit = int(np.iinfo(np.int64).max)
+            self.store.tables["budget"][...] = no_limit if row_budget is None else row_budget
             self._row_budget = row_budget
 
     def status(self, layer: int) -> int:
@@ -201,15 +200,14 @@ class Reallocator:
         first: int,
         n: int,
         stream: int,
-        lookahead: int | None = None,
+        lookahead: int = LOOKAHEAD,
         tight: Workspace | None = None,
     ) -> None:
-        """Choose widths anew for n layers, and open pages for `lookahead` tokens, or as many as ever.
+        """Choose widths anew for n layers, and open pages for `lookahead` tokens.
 
         `tight`, from `tight_workspace`: bytes are few, so plans follow in it until one reports nothing; that
         waits for the device.
         """
-        lookahead = self.lookahead if lookahead is None else lookahead
         pages = self.store.batch * self.store.heads * self.store.entries
         if tight is not None:
             for layer in range(first, first + n):

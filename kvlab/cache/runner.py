@@ -19,10 +19,10 @@ from kvlab.cache.cuda import GPU
 from kvlab.cache.ladder import Layer
 from kvlab.cache.launches import keep_launches, launch_again
 from kvlab.cache.options import MOST, CacheOptions, Limit
-from kvlab.cache.persistence import FORMAT_VERSION, upgraded, with_frames
 from kvlab.cache.plan import smallest_nbytes
 from kvlab.cache.reallocation import ladder_of
 from kvlab.cache.step import DeviceCache, Settings
+from kvlab.cache.store import named_pages
 from kvlab.device import translated_out_of_memory
 from kvlab.errors import FormatError
 from kvlab.ops.cuda.pages import MAX_STEPS
@@ -90,10 +90,11 @@ class Runner:
 
     def page_counts(self, layer: int) -> NDArray[np.int64]:
         """Pages of each rung of the ladder, (batch, heads, rungs); waits for the device."""
-        rung, num_pages = (table[layer] for table in self._device.read("rung", "num_pages"))
-        live = np.arange(rung.shape[-1]) < num_pages[..., None]
+        names = "rung", "index", "num_pages"
+        tables = {name: table[layer] for name, table in zip(names, self._device.read(*names), strict=True)}
         rungs = np.arange(len(self._layers[layer].store.ladder))
-        counts: NDArray[np.int64] = ((rung[..., None] == rungs) & live[..., None]).sum(2)
+        mine = tables["rung"][..., None] == rungs
+        counts: NDArray[np.int64] = (mine & named_pages(tables)[..., None]).sum(2)
         return counts
 
     def pages(self, layer: int) -> LayerPages:
@@ -426,27 +427,17 @@ class Runner:
         with translated_out_of_memory("the pages of a cache on the host"):
             return contents_of(self._device)
 
-    def fill(self, states: list[dict[str, Any]], arrays: Arrays, version: int = FORMAT_VERSION) -> None:
-        """Hold contents, those of a file by its version, in an empty cache that has not met its GPU."""
+    def fill(self, states: list[dict[str, Any]], arrays: Arrays) -> None:
+        """Hold contents in an empty cache that has not met its GPU."""
         length = max(whole_number(state["seqlen"], "seqlen", 0, MOST) for state in states)
         if length > self._device.capacity:
             self._device = self._make(self._device.executor, self._device.like, length)
         row_budget = self._limit.row_budget(length, self._options.batch)
-        if version == 1:
-            layouts = [*map(self._device.store.layouts, range(len(self._layers)))]
-            states, arrays = upgraded(self._layers, layouts, row_budget, states, arrays)
-        if version < 3:
-            arrays = with_frames(arrays, len(self._layers))
         fill(self._device, states, arrays)
-        if row_budget is not None and version < 3 and not self._fits(row_budget):
-            self._device.crop(length, row_budget)  # drops no token, but makes room for what frames take
-        if row_budget is not None and not self._fits(row_budget):
+        store, used = self._device.store, self._device.used()
+        most = None if row_budget is None else row_budget * self._options.batch
+        if most is not None and any(store.nbytes(i, pages) > most for i, pages in enumerate(used)):
             raise FormatError("the budget does not hold what it has stored")
-
-    def _fits(self, row_budget: int) -> bool:
-        """Whether every layer keeps to the bytes of its rows."""
-        device, most = self._device, row_budget * self._options.batch
-        return all(device.store.nbytes(i, pages) <= most for i, pages in enumerate(device.used()))
 
     def clear(self) -> None:
         """Forget everything."""

@@ -26,6 +26,7 @@ from kvlab.jit.launch import PreparedLaunch
 from kvlab.ops.cuda.packed import KEPT_ROW_BYTES
 from kvlab.ops.cuda.packed_mass import KEPT, score_kernel
 from kvlab.ops.device_arrays import dense_pointer
+from kvlab.pages import QUAD
 
 __all__ = ["Collector", "lies_in_units", "score_new", "score_norms", "score_stored"]
 
@@ -35,7 +36,7 @@ scale, softcap."""
 _FOLLOWING = np.dtype([("take", "f4"), *((name, "i4") for name in ("span", "old", "forecast", "counted"))])
 _SCORING = np.dtype([("layers", "u8"), ("kept", KEPT), ("following", _FOLLOWING)], align=True)
 _THREADS, _WARPS = 256, 8
-_SCORE_THREADS, _PAGES = 64, 8  # of a block of score_stored
+_SCORE_THREADS, _QUADS = 64, 8  # of a block of score_stored
 _FILLING = Lock()  # caches of several threads may share a launch
 _MOST_LAYERS = 8
 _MOST_BYTES = 24 << 20  # what stays in the second-level cache of a large GPU until it is read
@@ -59,8 +60,8 @@ def score_stored(
     ----------
     states : int
         Address of the LayerState structs of the layers.
-    scores : uint8 array, (layers, batch, num_heads_kv, entries, nbytes), contiguous
-        What packed attention kept of the last query rows, `kvlab.ops.cuda.packed.kept_page_bytes` a page.
+    scores : uint8 array, (layers, batch, num_heads_kv, quads, nbytes), contiguous
+        What packed attention kept of the last query rows, `kvlab.ops.cuda.packed.kept_quad_bytes` a quad.
     lse : float32 array, (layers, batch, num_heads_q, seqlen), contiguous
         Of every query row over all its keys, stored or not.
     importance : {"attention", "forecast"}
@@ -70,15 +71,15 @@ def score_stored(
     counted : int
         Tokens of this call that the layers' lengths on the device count already.
     """
-    layers, batch, heads, entries, nbytes = scores.shape
+    layers, batch, heads, quads, nbytes = scores.shape
     group, rows = lse.shape[2] // heads, nbytes // KEPT_ROW_BYTES  # there is less than a row of padding
-    grid = -(-entries // _PAGES), batch * heads, layers
+    grid = -(-quads // _QUADS), batch * heads, layers
     if not all(grid):
         return
     call, launch = _scoring(grid, device_of(scores).index)
     take, span = weight_of_collection(decay, tokens)
     old = min(span * (math.ceil(1 / take) - 1), 1 << 30) if take > 0 else 1 << 30
-    kept = pointer_of(scores), pointer_of(lse), group, rows // group, lse.shape[-1], entries
+    kept = pointer_of(scores), pointer_of(lse), group, rows // group, lse.shape[-1], quads
     with _FILLING:
         call[0] = states, kept, (take, span, old, importance == "forecast", counted)
         launch(stream)
@@ -190,12 +191,12 @@ class Collector:
         return len(self._pending) > 0
 
     def place(self, layer: int, steps: int) -> tuple[Any, Any]:
-        """Where a layer keeps scores, (batch, heads, entries, nbytes), and lse, (batch, heads_q, steps)."""
+        """Where a layer keeps scores, (batch, heads, quads, nbytes), and lse, (batch, heads_q, steps)."""
         if steps not in self._kept:
             group, store = self._group(steps), self._store
             empty = store.executor.empty
             lse = empty((group, store.batch, self._num_heads_q, steps), "float32", store.like)
-            scores = store.executor.score_memory((group, *self._shape(steps)), store.like)
+            scores = store.executor.score_memory((group, *self.shape(steps)), store.like)
             self._kept[steps] = scores, lse
         scores, lse = self._kept[steps]
         return scores[layer % len(scores)], lse[layer % len(lse)]
@@ -244,15 +245,12 @@ class Collector:
         """Drop what is kept."""
         self._pending = range(0)
 
-    def _shape(self, steps: int) -> tuple[int, ...]:
+    def shape(self, steps: int) -> tuple[int, ...]:
+        """Of the scores that a layer keeps of so many query tokens."""
         store = self._store
-        return (
-            store.batch,
-            store.heads,
-            store.entries,
-            self._kernels.kept_page_bytes(steps * (self._num_heads_q // store.heads)),
-        )
+        nbytes = self._kernels.kept_quad_bytes(steps * (self._num_heads_q // store.heads))
+        return store.batch, store.heads, store.entries // QUAD, nbytes
 
     def _group(self, steps: int) -> int:
-        nbytes = max(math.prod(self._shape(steps)), 1)  # 0 in an empty batch
+        nbytes = max(math.prod(self.shape(steps)), 1)  # 0 in an empty batch
         return max(1, min(_MOST_LAYERS, len(self._store.stores), _MOST_BYTES // nbytes))

@@ -22,12 +22,11 @@ from kvlab.cache.frame import LAST
 from kvlab.cache.ladder import Layer
 from kvlab.cache.launches import KnownStep, Lse, StepCalls
 from kvlab.cache.plan import Workspace
-from kvlab.cache.reallocation import MAX_LOOKAHEAD, Reallocator, ladder_of
+from kvlab.cache.reallocation import LOOKAHEAD, Reallocator, ladder_of
 from kvlab.cache.score import Collector
 from kvlab.cache.store import copy_rows, move_rows, reorder_rows
 from kvlab.cache.waiting import Merged, Waiting, merged_tokens, waits_within
 from kvlab.ops.cuda import pages as kernels
-from kvlab.ops.cuda.pages import MAX_STEPS
 from kvlab.pages import TOKENS_PER_PAGE
 
 __all__ = ["DeviceCache", "DeviceState", "RowBudgetOf", "Settings"]
@@ -104,7 +103,6 @@ class DeviceState:
         row_budget = row_budget_of(0)
         holds = [waits_within(layer, ladder_of(layer.store), row_budget) for layer in self.layers]
         settings = self.settings
-        often = max(settings.realloc_every, MAX_LOOKAHEAD if settings.allocator == "dp" else MAX_STEPS)
         self.reallocator = Reallocator(
             [layer.stored for layer in self.layers],
             self.batch,
@@ -114,7 +112,6 @@ class DeviceState:
             _arena_budget(self.layers, capacity, row_budget_of(capacity)),
             sink=settings.sink,
             recent=settings.recent,
-            lookahead=min(often, MAX_LOOKAHEAD),
             by_position=settings.importance == "recency",
             window=settings.residual,
             floor=settings.floor,
@@ -324,14 +321,12 @@ class DeviceCache(DeviceState):
     def _plan(
         self, first: int, n: int, steps: int, row_budget: int | None, memory: PlanMemory | None = None
     ) -> None:
-        stream, lookahead = self.executor.stream(self.like), self.reallocator.lookahead
+        stream, layers = self.executor.stream(self.like), range(first, first + n)
         self.flush(stream)
         self.reallocator.set_row_budget(row_budget)
-        layers = range(first, first + n)
-        tight = any(
-            self.reallocator.is_tight(layer, self.lengths[layer] + lookahead, row_budget) for layer in layers
-        )
-        lookahead = steps if tight else lookahead
+        is_tight, lengths = self.reallocator.is_tight, self.lengths
+        tight = any(is_tight(layer, lengths[layer] + LOOKAHEAD, row_budget) for layer in layers)
+        lookahead = steps if tight else LOOKAHEAD
         memory = self._memory_of_plan(layers, tight) if memory is None else memory
         if memory.merged is None:
             self.reallocator.reallocate(first, n, stream, lookahead, memory.tight)
@@ -384,17 +379,16 @@ class DeviceCache(DeviceState):
     def crop(self, end: int, row_budget: int | None) -> None:
         """Forget the time steps from `end` on, and keep to `row_budget` bytes a row of a layer."""
         stream, layers = self.executor.stream(self.like), range(len(self.layers))
-        lookahead = self.reallocator.lookahead
         self.flush(stream)
         # Where bytes are few, tokens are dropped first and the rest planned then, in memory taken before.
-        apart = any(self.reallocator.is_tight(layer, end + lookahead, row_budget) for layer in layers)
+        apart = any(self.reallocator.is_tight(layer, end + LOOKAHEAD, row_budget) for layer in layers)
         memory = self._memory_of_plan(layers, True) if apart and end else None
         cropped = max(self.lengths) - end
-        self.reallocator.crop(end, cropped, None if apart else row_budget, 0 if apart else lookahead, stream)
+        self.reallocator.crop(end, cropped, None if apart else row_budget, 0 if apart else LOOKAHEAD, stream)
         for layer in layers:
             self.waiting.crop(layer, self.lengths[layer], end)
             self.lengths[layer] = end
-            self.lookahead[layer] = 0 if apart or self.waiting.any(layer) else lookahead
+            self.lookahead[layer] = 0 if apart or self.waiting.any(layer) else LOOKAHEAD
         if memory is not None:
             self._plan(0, len(self.layers), 0, row_budget, memory)
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from kvlab.arrays import numpy_dtype, viewed
 from kvlab.ops.cuda.pages import OPEN_PAGES, RUNGS, STATE, UNIT, WAITING_PAGES
-from kvlab.pages import TOKENS_PER_PAGE, LayerPages, PageLayout, new_pool
+from kvlab.pages import NO_PAGE, QUAD, TOKENS_PER_PAGE, LayerPages, PageLayout, new_pool
 
 if TYPE_CHECKING:
     from kvlab.cache.ladder import LayerFormat
@@ -43,6 +43,7 @@ __all__ = [
     "RowMove",
     "copy_rows",
     "move_rows",
+    "named_pages",
     "reorder_rows",
     "slab_nbytes",
 ]
@@ -104,6 +105,14 @@ class PagesOfRows:
     waiting: list[Any]
 
 
+def named_pages(tables: dict[str, Any]) -> NDArray[np.bool_]:
+    """Which entries of page tables on the host name a page: fillers, and those behind the end, do not."""
+    index = tables["index"].view(np.uint32)
+    held = np.arange(index.shape[-1]) < tables["num_pages"][..., None]
+    named: NDArray[np.bool_] = held & (index != NO_PAGE)
+    return named
+
+
 @lru_cache(maxsize=256)
 def slab_nbytes(records: tuple[int, ...], pages: int) -> int:
     """Return the bytes of a slab: the least that waste little at every rung.
@@ -111,14 +120,14 @@ def slab_nbytes(records: tuple[int, ...], pages: int) -> int:
     Parameters
     ----------
     records : tuple of int
-        Bytes of a page of each rung, multiples of 64.
+        Bytes of a page of each rung, multiples of 16.
     pages : int
         Number of pages of the widest rung that the arena is for; a slab holds a 256th of them or more.
 
     Examples
     --------
-    >>> slab_nbytes((2368, 4416, 8512), 512)
-    68096
+    >>> slab_nbytes((592, 1104, 2128), 2048)
+    17024
     """
     widest = max(records)
     for size in range(widest * max(1, pages // 256), 65 * widest * max(1, pages // 256), UNIT):
@@ -176,8 +185,9 @@ class DeviceStore:
         self.batch, self.heads, self.head_dim = batch, first.num_heads_kv, first.head_dim
         self.pairs, self.num_rungs = self.batch * self.heads, max(len(store.ladder) for store in stores)
         segments = -(-capacity // (1 << 16))
-        pages = -(-capacity // TOKENS_PER_PAGE) + self.num_rungs * segments + OPEN_PAGES + 2
-        self.entries = -(-pages // 4) * 4
+        pages = -(-capacity // TOKENS_PER_PAGE) + OPEN_PAGES + 2
+        pages += self.num_rungs * (segments + QUAD - 1)  # left over, and fillers
+        self.entries = max(-(-pages // QUAD) * QUAD, WAITING_PAGES)
         self.slab, self.num_slabs = [], []
         for number, store in enumerate(stores):
             records = [layout.nbytes for layout in store.layouts]
@@ -194,10 +204,16 @@ class DeviceStore:
             for slab, store in zip(self.slab, stores, strict=True)
         )
         waiting = self.pairs * WAITING_PAGES * self.widest.nbytes
-        self.arenas = [
-            executor.arena(slab * n + waits * waiting, like)
+        arenas = [
+            slab * n + waits * waiting
             for slab, n, waits in zip(self.slab, self.num_slabs, self.holds_waiting, strict=True)
         ]
+        if max(arenas) > NO_PAGE * UNIT:
+            raise NotImplementedError(
+                f"a layer would take {max(arenas)} bytes of pages and page tables name {NO_PAGE * UNIT}: "
+                "give a smaller budget, fewer rows or a shorter max_seqlen"
+            )
+        self.arenas = [executor.arena(nbytes, like) for nbytes in arenas]
         self.like = like
         sizes = [self._nbytes_of_table(*kind) for kind in self._shapes().values()]
         self._memory_of_tables = executor.empty((sum(sizes),), "uint8", like)
@@ -346,34 +362,24 @@ class DeviceStore:
         names = {"rung": np.uint8, "count": np.uint8, "index": np.uint32, "base": np.uint16}
         to_host = self.executor.to_host
         arena = to_host(self.arenas[layer]).reshape(-1, UNIT)
-        tables = {name: to_host(self.tables[name][layer]).view(dtype) for name, dtype in names.items()}
-        num_pages, k_mean, k_shift = (
-            to_host(self.tables[name][layer]) for name in ("num_pages", "k_mean", "k_shift")
-        )
-        full = (np.arange(self.entries) < num_pages[..., None]) & (tables["count"] > 0)
-        order, held = np.argsort(~full, axis=2, kind="stable"), full.sum(2).astype(np.int32)
-        most = int(held.max(initial=0))
-        live = np.arange(most) < held[..., None]
-        taken = {name: np.take_along_axis(x, order, 2)[:, :, :most] * live for name, x in tables.items()}
+        frame = {name: to_host(self.tables[name][layer]) for name in ("num_pages", "k_mean", "k_shift")}
+        most, num_pages = int(frame["num_pages"].max(initial=0)), frame["num_pages"][..., None]
+        tables = {name: to_host(self.tables[name][layer])[..., :most].view(x) for name, x in names.items()}
+        held = np.arange(most) < num_pages
+        full = held & (tables["count"] > 0)
+        index = np.full(full.shape, NO_PAGE, np.uint32)
         ladder = self.stores[layer].layouts
-        waiting = (taken["rung"][live] == len(ladder)).any()
+        waiting = (tables["rung"][held] == len(ladder)).any()
         layouts, pools = self.layouts(layer) if waiting else ladder, []
         for r, layout in enumerate(layouts):
-            mine = live & (taken["rung"] == r)
-            first = taken["index"][mine].astype(np.int64)
+            mine = full & (tables["rung"] == r)
+            first = tables["index"][mine].astype(np.int64)
             pool = new_pool(len(first), layout)
             pool[...] = arena[first[:, None] + np.arange(layout.nbytes // UNIT)].reshape(pool.shape)
             pools.append(pool)
-            taken["index"][mine] = np.arange(len(first), dtype=np.uint32)
-        return LayerPages(
-            layouts,
-            tuple(pools),
-            **taken,
-            num_pages=held,
-            k_mean=k_mean,
-            k_shift=k_shift,
-            dtype=self.stores[layer].dtype,
-        )
+            index[mine] = np.arange(len(first), dtype=np.uint32)
+        tables["index"] = index
+        return LayerPages(layouts, tuple(pools), **tables, **frame, dtype=self.stores[layer].dtype)
 
     def nbytes(self, layer: int, used: NDArray[np.int32]) -> int:
         """Bytes of the live pages and tables of a layer, given how many pages each rung has."""

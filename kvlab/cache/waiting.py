@@ -1,7 +1,7 @@
 """Rows whose first tokens wait for the mean of their keys, as far as the host knows them.
 
 The mean of a row is that of its valid tokens 4 to 63, whatever calls they come in (kvlab/cache/frame.py).
-Until a row has seen 64, its tokens wait in two pages of width 16 a KV head. Appends fill these pages,
+Until a row has seen 64, its tokens wait in eight pages of width 16 a KV head. Appends fill these pages,
 attention and importance read them like any others, and plans leave them alone. `freeze_means`
 (kernels/cuda/pages/means.cu) then takes the mean and hands the tokens to the next plan as new ones, with
 those of the call.

@@ -164,8 +164,9 @@ def packed_attention(
     lse : float32 array, (batch, num_heads_q, seqlen_q)
         Log-sum-exp of the scores, natural; -inf where a row holds no token. `kvlab.merge_attention` joins
         out and lse with those of other tokens.
-    scores : float32 array, (batch, num_heads_kv, entries, keep_scores * group, 64), or None
-        None unless `keep_scores`. Entries beyond `num_pages` hold anything, tokens before the window -inf.
+    scores : float32 array, (batch, num_heads_kv, quads, keep_scores * group, 64), or None
+        None unless `keep_scores`. Slot s of entry 4 n + q of the page table is at 16 q + s of quad n. Entries
+        beyond `num_pages` hold anything, unused slots and tokens before the window -inf.
 
     Raises
     ------
@@ -185,13 +186,14 @@ def packed_attention(
     >>> import numpy as np
     >>> from kvlab.pages import LayerPages, PageLayout, write_tokens
     >>> layout = PageLayout(head_dim=16, bits_k=16, bits_v=16, itemsize=4)
-    >>> memory = np.zeros(layout.nbytes + 64, np.uint8)
-    >>> pool = memory[-memory.ctypes.data % 64 :][None, : layout.nbytes]
+    >>> pool = np.zeros((1, layout.nbytes), np.uint8)
     >>> k, v = np.zeros((2, 16), np.float32), np.eye(2, 16, dtype=np.float32)
     >>> write_tokens(pool, layout, "float32", np.array([0, 0]), np.array([0, 1]), k, v)
-    >>> table = (np.full((1, 1, 1), x, kind) for x, kind in ((0, "u1"), (2, "u1"), (0, "u4"), (0, "u2")))
+    >>> count = np.array([[[2, 0, 0, 0]]], np.uint8)
+    >>> rung, index, base = (np.zeros((1, 1, 4), kind) for kind in ("u1", "u4", "u2"))
     >>> mean = np.zeros((1, 1, 16), np.float16)
-    >>> pages = LayerPages((layout,), (pool,), *table, np.ones((1, 1), np.int32), mean, "float32")
+    >>> num_pages = np.full((1, 1), 4, np.int32)
+    >>> pages = LayerPages((layout,), (pool,), rung, count, index, base, num_pages, mean, "float32")
     >>> out, lse, _ = packed_attention(np.ones((1, 1, 1, 16), np.float32), pages)
     >>> out[0, 0, 0, :3], bool(np.isclose(lse.item(), np.log(2)))
     (array([0.5, 0.5, 0. ], dtype=float32), True)
@@ -223,7 +225,7 @@ def mass_from_scores(scores: ArrayT, lse: Array, pages: Pages, *, backend: str |
 
     Returns
     -------
-    float32 array, (batch, num_heads_kv, entries, 64)
+    float32 array, (batch, num_heads_kv, entries, 16)
         Mean over the kept rows and the heads of a group of exp(score - lse); 0 in unused slots and entries.
 
     Raises
@@ -240,8 +242,8 @@ def mass_from_scores(scores: ArrayT, lse: Array, pages: Pages, *, backend: str |
     table = tuple(pages.rung.shape)
     sizes = match_shapes(
         {
-            "pages.rung": (table, ("B", "Hkv", "pages")),
-            "scores": (scores.shape, ("B", "Hkv", "pages", "rows", 64)),  # type: ignore[attr-defined]
+            "quads of pages.rung": ((*table[:2], table[2] // 4), ("B", "Hkv", "quads")),
+            "scores": (scores.shape, ("B", "Hkv", "quads", "rows", 64)),  # type: ignore[attr-defined]
             "lse": (lse.shape, ("B", "Hq", "Sq")),  # type: ignore[attr-defined]
         }
     )
@@ -271,7 +273,7 @@ def _check(q: Any, pages: Pages, softcap: float, keep_scores: int) -> int:
     sizes = match_shapes(
         {
             "q": (q.shape, ("B", "Sq", "Hq", "D")),
-            "pages.rung": (pages.rung.shape, ("B", "Hkv", "pages")),
+            "pages.rung": (pages.rung.shape, ("B", "Hkv", "entries")),
             "pages.k_mean": (pages.k_mean.shape, ("B", "Hkv", head_dim)),
             "pages.k_shift": (pages.k_shift.shape, ("B", "Hkv", head_dim)),
         }

@@ -40,10 +40,10 @@ def allocate_and_attend(
         raise NotImplementedError(
             f"pages have {len(pages.layouts)} rungs; on a GPU at most {MAX_RUNGS} are supported"
         )
-    kv_heads, entries = pages.rung.shape[1:]
+    kv_heads, quads = pages.rung.shape[1], pages.rung.shape[2] // 4
     out = empty((batch, seqlen_q, heads, head_dim), dtype, q)
     lse = empty((batch, heads, seqlen_q), "float32", q)
-    scores = empty((batch, kv_heads, entries, keep_scores * group, 64), "float32", q) if keep_scores else None
+    scores = empty((batch, kv_heads, quads, keep_scores * group, 64), "float32", q) if keep_scores else None
     if batch * seqlen_q * heads:
         workspace = make_workspace(q, batch * kv_heads, seqlen_q * group, head_dim)
         options = {"scale": scale, "softcap": softcap, "scores": scores, "window": window}

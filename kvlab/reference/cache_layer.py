@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 __all__ = ["Change", "Group", "Ladder", "Layer", "Rules", "Rung", "Tokens"]
 
 Ints = NDArray[np.int64]
-PAGE, UNIT, SEGMENT, KEYS = 64, 64, 16, 256
+PAGE, QUAD, UNIT, SEGMENT, KEYS = 16, 4, 16, 16, 256
+NO_PAGE = 0xFFFFFFFF
+"""Address in a filler, an entry without a page: a rung's entries begin and end with a quad."""
 RECENT, SINK, WINDOW = 253, 254, 255
 """Keys of tokens that outweigh all importance codes, which end at 252; those of the window never move."""
 NEW_TOKEN = 255
@@ -172,7 +174,7 @@ class Rules:
 
 
 def chunk_tokens(g: Group, c: int) -> int:
-    """Tokens of the chunks of a class: 64 each, but for the last one of a compact class."""
+    """Tokens of the chunks of a class: a page each, but for the last one of a compact class."""
     return min(PAGE * g.chunks[c], g.movable[c])
 
 

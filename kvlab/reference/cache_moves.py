@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 
 from kvlab.reference.cache_layer import (
     NEW_TOKEN,
+    NO_PAGE,
     PAGE,
+    QUAD,
     SEGMENT,
     TABLE_FULL,
     Change,
@@ -112,52 +114,67 @@ def close_up(
 def set_tables(
     layer: Layer,
     groups: list[Group],
+    counts: NDArray[np.uint8],
     dropped: dict[int, list[int]],
     roles: dict[tuple[int, int, str], int],
     rules: Rules,
     change: Change,
 ) -> None:
-    top, entries = len(layer.rungs) - 1, layer.rung.shape[1]
-    freed: list[list[int]] = [[] for _ in layer.rungs]
+    """Sort the table of every bh by rung: pages that stay, in their order, new ones, fillers up to a quad."""
+    rungs, entries = range(len(layer.rungs)), layer.rung.shape[1]
+    freed: list[list[int]] = [[] for _ in rungs]
     for bh in range(layer.batch * layer.heads):
         if layer.row_waits(bh // layer.heads):
             continue
-        gone = sorted(dropped.get(bh, []))
+        gone, own = sorted(dropped.get(bh, [])), [g for g in groups if g.bh == bh]
         for e in gone:
             r = int(layer.rung[bh, e])
             freed[r].append(layer.number(r, int(layer.index[bh, e])))
-        own = [g for g in groups if g.bh == bh]
-        added = [(g, r, j) for g in own for r in range(top + 1) for j in range(g.new_pages[r])]
-        n = int(layer.num_pages[bh])
-        after = n - len(gone) + len(added)
-        if after > entries:
+        stay = [e for e in range(layer.num_pages[bh]) if e not in gone and layer.index[bh, e] != NO_PAGE]
+        table: list[tuple[int, int, int, int]] = []
+        moved: dict[int, int] = {}
+        found: dict[tuple[int, int, str], int] = {}
+        for r in rungs:
+            for e in stay:
+                if layer.rung[bh, e] == r:
+                    moved[e] = len(table)
+                    table.append((r, int(counts[bh, e]), int(layer.base[bh, e]), int(layer.index[bh, e])))
+            for g in own:
+                _add_pages(layer, g, r, table, found)
+            table += [(r, 0, 0, NO_PAGE)] * (-len(table) % QUAD)
+        if len(table) > entries:
             change.status |= TABLE_FULL
             return
-        vacant = [e for e in gone if e < after] + list(range(n, after))
-        fillers = [e for e in range(after, n) if e not in gone]
-        moved = dict(zip(fillers, vacant, strict=False))
-        for e, to in moved.items():
-            for table in (layer.rung, layer.count, layer.index, layer.base):
-                table[bh, to] = table[bh, e]
-            r = int(layer.rung[bh, to])
-            layer.entry_of[r, layer.number(r, int(layer.index[bh, to]))] = bh * entries + to
         for key, e in roles.items():
             if key[0] == bh:
-                roles[key] = moved.get(e, e)
-        for e, (g, r, j) in zip(vacant[len(fillers) :], added, strict=True):
-            number = g.first[r] + j
-            layer.rung[bh, e], layer.base[bh, e] = r, g.segment
-            layer.index[bh, e] = layer.address(r, number)
-            layer.entry_of[r, number] = bh * entries + e
-            filled = _filled(layer, g, r)
-            layer.count[bh, e] = filled[j] if j < len(filled) else 0
-            if j >= len(filled):
-                roles[bh, g.segment, "extra"] = e
-            elif r == top and j == len(filled) - 1 and left_over(g, top + 1) % PAGE:
-                roles[bh, g.segment, "left over"] = e
-        layer.num_pages[bh] = after
+                roles[key] = moved[e]
+        roles |= found
+        layer.num_pages[bh] = len(table)
+        for e, (r, count, base, address) in enumerate(table):
+            layer.rung[bh, e], layer.count[bh, e] = r, count
+            layer.base[bh, e], layer.index[bh, e] = base, address
+            if address != NO_PAGE:
+                layer.entry_of[r, layer.number(r, address)] = bh * entries + e
         _set_open(layer, bh, own, roles, rules)
     _close_pools(layer, freed, change)
+
+
+def _add_pages(
+    layer: Layer,
+    g: Group,
+    r: int,
+    table: list[tuple[int, int, int, int]],
+    roles: dict[tuple[int, int, str], int],
+) -> None:
+    """Enter the new pages of a (group, rung); the one behind those with tokens is held ready."""
+    filled, top = _filled(layer, g, r), len(layer.rungs) - 1
+    for j in range(g.new_pages[r]):
+        if j >= len(filled):
+            roles[g.bh, g.segment, "extra"] = len(table)
+        elif r == top and j == len(filled) - 1 and left_over(g, top + 1) % PAGE:
+            roles[g.bh, g.segment, "left over"] = len(table)
+        count = filled[j] if j < len(filled) else 0
+        table.append((r, count, g.segment, layer.address(r, g.first[r] + j)))
 
 
 def _filled(layer: Layer, g: Group, r: int) -> list[int]:
@@ -185,7 +202,7 @@ def _set_open(
 
 
 def _close_pools(layer: Layer, freed: list[list[int]], change: Change) -> None:
-    """Copy the last pages of each rung to the vacant of dropped ones; give back slabs that became empty."""
+    """Copy the last pages of each rung to the places of dropped ones; give back slabs that became empty."""
     for r, numbers in enumerate(freed):
         after = int(layer.used[r]) - len(numbers)
         holes = [number for number in numbers if number < after]

@@ -1,18 +1,19 @@
 """Which pages of a layer change: the oracle of ``kernels/cuda/plan`` and ``kernels/numba/cpu/cache_plan.py``.
 
-Tokens of one (row, KV head, run of 65,536 positions), a *group*, lie in pages of 64. A change of a layer puts
+Tokens of one (row, KV head, run of 65,536 positions), a *group*, lie in pages of 16. A change of a layer puts
 them and new tokens at lower rungs until the row's bytes fit, in steps that are parallel over groups, rows or
 pages and whose results do not depend on any order of execution:
 
-count   histogram of the importance of every (group, class); a class is a rung, or the new tokens. The 64
-        least important tokens of a class are its chunk 0, the next 64 chunk 1, and so on. What is left over,
+count   histogram of the importance of every (group, class); a class is a rung, or the new tokens. The 16
+        least important tokens of a class are its chunk 0, the next 16 chunk 1, and so on. What is left over,
         the most important ones, stays where it is (new ones: in a page of the top rung).
 choose  bisection of a price: every chunk climbs the rungs as far as each step saves more loss than its bytes
         cost at that price; at the price itself, chunks in order of their number while they fit.
 pages   a chunk that changes its rung becomes one new page there, behind the pages of that rung.
 moves   (1) tokens of these chunks go to the new pages; (2) those that stay behind in a class close up, so
         that all its pages but one are full; pages without tokens are dropped.
-tables  entries of dropped pages are taken by others, and dropped pages by the last pages of their rung.
+tables  are sorted by rung, each rung's pages followed by fillers up to a quad, four entries; dropped pages
+        are taken by the last pages of their rung.
 
 Weights are integers and every sum is exact, so results are equal bit for bit on every device.
 """
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 
 from kvlab.reference.cache_layer import (
     KEYS,
+    NO_PAGE,
     OVER_BUDGET,
     PAGE,
     RECENT,
@@ -158,7 +160,7 @@ def plan(
     sink, recent : int
         First and newest positions that outweigh others.
     lookahead : int
-        Every bh gets open pages for at least so many tokens to come, at most 64.
+        Every bh gets open pages for at least so many tokens to come, at most 16.
     fixed_nbytes : int
         Bytes of a row beside its pages.
     by_position : bool
@@ -194,10 +196,9 @@ def plan(
     for g in groups:
         for r in range(len(layer.rungs)):
             close_up(layer, g, r, change, counts, dropped, roles)
-    layer.count[:] = counts
     change.new_pages = sum(sum(g.new_pages) for g in groups)
     change.dropped = sum(map(len, dropped.values()))
-    set_tables(layer, groups, dropped, roles, rules, change)
+    set_tables(layer, groups, counts, dropped, roles, rules, change)
     return change
 
 
@@ -225,7 +226,7 @@ def _count(layer: Layer, new: Tokens | None, rules: Rules) -> list[Group]:
             g = Group(bh, segment, [[] for _ in range(classes)])
             row = bh // layer.heads
             for e in range(0 if layer.row_waits(row) else int(layer.num_pages[bh])):
-                if layer.base[bh, e] == segment:
+                if layer.base[bh, e] == segment and layer.index[bh, e] != NO_PAGE:
                     r, address, n = int(layer.rung[bh, e]), int(layer.index[bh, e]), layer.count[bh, e]
                     position = (segment << SEGMENT) + layer.positions(r, address).astype(np.int64)
                     window = rules.window if r == len(layer.rungs) - 1 else 0
@@ -245,7 +246,7 @@ def _count(layer: Layer, new: Tokens | None, rules: Rules) -> list[Group]:
 
 
 def _chunk_weights(blocks: list[tuple[int, Ints]], share: int) -> NDArray[np.float32]:
-    """Weight of each chunk of a class: exact sums, rounded once; that of fewer tokens as if it had 64."""
+    """Weight of each chunk of a class: exact sums, rounded once; that of fewer tokens as if it had 16."""
     keys = np.sort(np.concatenate([key for _, key in blocks] or [np.empty(0, np.int64)]))
     weights = _WEIGHT[keys[(keys >= 0) & (keys < WINDOW)]] + np.uint64(share)
     full = weights[: len(weights) // PAGE * PAGE].reshape(-1, PAGE)

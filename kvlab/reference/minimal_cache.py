@@ -6,7 +6,7 @@
    The mean adds the same number to all scores of a query, so the softmax does not see that it is missing.
    The rotation spreads outliers over all channels, so one scale for a vector is enough.
 2. *Choose.* Tokens that received much attention keep more bits. They are sorted by importance and cut into
-   pages of 64; every page climbs the ladder of widths as far as the loss that it saves is worth the bytes.
+   pages of 16; every page climbs the ladder of widths as far as the loss that it saves is worth the bytes.
 3. *Attend.* Pages are read in any order, each at its own width, and merged by log-sum-exp. Queries are
    rotated once; the output is rotated back once.
 
@@ -26,12 +26,12 @@ __all__ = ["Cache", "Page", "attend", "build", "choose_widths", "dequantise", "h
 
 Floats = NDArray[np.float64]
 
-PAGE = 64  # tokens
+PAGE = 16  # tokens
 ERROR = {2: 0.1115, 3: 0.0327, 4: 0.0090, 8: 5e-5}  # relative squared error of a rotated vector at each width
 
 
 class Page(NamedTuple):
-    """Up to 64 tokens at one width: codes (n, head_dim) below 2**bits and scales (n,), of K and of V."""
+    """Up to 16 tokens at one width: codes (n, head_dim) below 2**bits and scales (n,), of K and of V."""
 
     bits: int
     k_codes: NDArray[np.uint8]
@@ -46,7 +46,7 @@ class Page(NamedTuple):
 
 
 def _page_nbytes(head_dim: int, bits: int) -> int:
-    """Codes of K and V for 64 slots, and for each a byte of scale (K, V), 2 of position, 1 of importance."""
+    """Codes of K and V for 16 slots, and for each a byte of scale (K, V), 2 of position, 1 of importance."""
     return PAGE * (2 * head_dim * bits // 8 + 2 + 2 + 1)
 
 
@@ -100,7 +100,7 @@ def dequantise(codes: NDArray[np.uint8], scale: Floats, bits: int) -> Floats:
 
 
 def choose_widths(importance: Floats, head_dim: int, budget: int, ladder: tuple[int, ...]) -> list[int]:
-    """Choose the width of each page of 64 tokens, most important page first, within `budget` bytes.
+    """Choose the width of each page of 16 tokens, most important page first, within `budget` bytes.
 
     Each step up the ladder saves `importance * (error before - error after)` for so many bytes. The steps are
     taken in the order of what they save for a byte: the greedy solution of a multiple-choice knapsack.

@@ -1,10 +1,10 @@
-"""The page format, version 1, in NumPy: what every byte of a page means, written for reading.
+"""The page format, version 2, in NumPy: what every byte of a page means, written for reading.
 
-A page keeps up to 64 tokens (slots) of one attention head, their keys at `bits_k` bits an element and their
-values at `bits_v`. Its record is, in this order and without gaps (every part is a multiple of 64 bytes):
+A page keeps up to 16 tokens (slots) of one attention head, their keys at `bits_k` bits an element and their
+values at `bits_v`. Its record is, in this order and without gaps (every part is a multiple of 16 bytes):
 
-    codes of K | codes of V | steps of K | steps of V | positions | importance
-    64 d bits_k bits          64 x uint8 (absent at width 16)        64 x uint16   64 x uint8
+    codes of K | steps of K | codes of V | steps of V | positions   | importance
+                 16 x uint8 (absent at 16)   16 x uint8   16 x uint16   16 x uint8
 
 *Width 16* is the dtype of the cache, raw (a float32 cache stores 32 bits). *Widths 2, 3, 4 and 8* take
 vectors that a Hadamard transform has rotated, which makes every element nearly Gaussian. `rotate` does that
@@ -25,8 +25,9 @@ with NaN or infinity has step NaN.
 
 *The order of the codes* is that of the operands of the tensor-core instruction mma.sync.m16n8k16 (PTX ISA,
 "Matrix Fragments for mma.m16n8k16"), so a GPU loads a fragment with one instruction and expands it in
-registers. The 64 x d matrix is cut into tiles of 16 x 16; K as it is, V transposed. `bit_address` says where
-each bit is; everything else here goes through it.
+registers. The 16 x d matrix is cut into tiles of 16 x 16; K as it is, V transposed. `bit_address` says where
+each bit is; everything else here goes through it. 16 d codes fill their region but for the last tile at 2
+bits, where d / 16 is odd, and the last d / 16 % 4 tiles at 3 bits: unused bits there may hold anything.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ __all__ = [
     "TOKENS_PER_PAGE",
     "Page",
     "bit_address",
+    "code_words",
     "compared_channels",
     "decode_page",
     "encode",
@@ -58,11 +60,13 @@ __all__ = [
     "narrow",
     "rotate",
     "rotate_keys",
+    "rotate_values",
     "search_step",
+    "value_signs",
     "widen",
 ]
 
-TOKENS_PER_PAGE = 64
+TOKENS_PER_PAGE = 16
 
 GUESS = {2: np.float32(0.386), 3: np.float32(0.155), 4: np.float32(0.0592), 8: np.float32(2**-8)}
 """Where the search for a vector's step begins, by width, and at 8 bits ends: in multiples of the largest
@@ -84,6 +88,20 @@ _ROOT_2 = np.float32(np.float16(np.sqrt(2)))
 _CODE_PARTS = {2: 6, 3: 5, 4: 4, 8: 4}  # log2 of the parts of a step in which elements count, or less
 
 
+def code_words(bits: int, head_dim: int) -> int:
+    """Return how many words of 32 lanes, 128 bytes each, the codes of a side of a page take.
+
+    Examples
+    --------
+    >>> code_words(2, 64), code_words(2, 80), code_words(3, 64), code_words(3, 80)
+    (2, 3, 3, 4)
+    """
+    tiles = head_dim // 16
+    if bits == 2:
+        return (tiles + 1) // 2
+    return tiles // 4 * 3 + tiles % 4 if bits == 3 else tiles * bits // 4
+
+
 @lru_cache(maxsize=32)
 def bit_address(bits: int, head_dim: int, side: str) -> Int64:
     """Say where each bit of each code is in the code region of a page.
@@ -98,7 +116,7 @@ def bit_address(bits: int, head_dim: int, side: str) -> Int64:
 
     Returns
     -------
-    int64, (64, head_dim, bits), read-only
+    int64, (16, head_dim, bits), read-only
         For (slot, channel, bit of the code, lowest first): its index among all bits of the region. Bit i is
         bit i % 8 of byte i // 8.
 
@@ -111,14 +129,8 @@ def bit_address(bits: int, head_dim: int, side: str) -> Int64:
     array([ 0, 16, 32, 48])
     """
     slot, channel = np.meshgrid(np.arange(TOKENS_PER_PAGE), np.arange(head_dim), indexing="ij")
-    block = slot % 8 // 2
-    row_in_block = slot // 8 + 8 * (slot % 2)
-    if side == "k":
-        tile = block * (head_dim // 16) + channel // 16
-        row, column = row_in_block, channel % 16
-    else:
-        tile = channel // 16 * 4 + block
-        row, column = channel % 16, row_in_block
+    tile, token = channel // 16, slot // 2 + 8 * (slot % 2)
+    row, column = (token, channel % 16) if side == "k" else (channel % 16, token)
 
     lane = 4 * (row % 8) + column % 8 // 2
     register = row // 8 + 2 * (column // 8)
@@ -128,21 +140,25 @@ def bit_address(bits: int, head_dim: int, side: str) -> Int64:
         """Words are 32 bits and lane-parallel: a word of each of the 32 lanes stand side by side."""
         return 32 * (32 * word + lane) + bit
 
+    def in_word(word: Int64, first_bit: Int64) -> Int64:
+        return np.stack([address(word, first_bit + j) for j in range(bits)], axis=-1)
+
     if bits == 32:
-        word = 8 * tile + 2 * register + half
-        return _frozen(np.stack([address(word, 0 * half + j) for j in range(bits)], axis=-1))
-    tiles = {2: 2, 3: 4}.get(bits, 1)  # tiles that share words
-    words = tiles * bits // 4  # words of a lane for these tiles
-    group, pair = tile // tiles, 4 * (tile % tiles) + register
-    if bits != 3:
-        per_word = 16 // bits
-        first_bit = bits * (pair % per_word) + 16 * half
-        word = words * group + pair // per_word
-        return _frozen(np.stack([address(word, first_bit + j) for j in range(bits)], axis=-1))
-    # Five pairs to a word from bit 1 on; of the sixteenth pair, bit j is in bit 0 of word j.
-    in_five = [address(words * group + pair // 5, 1 + 3 * (pair % 5) + j + 16 * half) for j in range(3)]
-    spread = [address(words * group + j, 16 * half) for j in range(3)]
-    return _frozen(np.where(pair[..., None] < 15, np.stack(in_five, axis=-1), np.stack(spread, axis=-1)))
+        return _frozen(in_word(8 * tile + 2 * register + half, 0 * half))
+    if bits in (4, 8, 16):
+        per_word = 16 // bits  # registers
+        word = bits // 4 * tile + register // per_word
+        return _frozen(in_word(word, bits * (register % per_word) + 16 * half))
+    if bits == 2:
+        first_bit = 8 * (register // 2) + 4 * (tile % 2) + 2 * (register % 2)
+        return _frozen(in_word(tile // 2, first_bit + 16 * half))
+    # Of four tiles, five pairs to a word from bit 1 on; of the sixteenth pair, bit j is in bit 0 of word j.
+    word, pair = tile // 4 * 3, 4 * (tile % 4) + register
+    in_five = in_word(word + pair // 5, 1 + 3 * (pair % 5) + 16 * half)
+    spread = np.stack([address(word + j, 16 * half) for j in range(3)], axis=-1)
+    in_fours = np.where(pair[..., None] < 15, in_five, spread)
+    alone = in_word(word + tile % 4, 4 * register + 16 * half)
+    return _frozen(np.where((tile < head_dim // 64 * 4)[..., None], in_fours, alone))
 
 
 def _frozen(x: Int64) -> Int64:
@@ -247,6 +263,40 @@ def rotate_keys(
     with np.errstate(invalid="ignore"):
         scaled = widen(narrow(k * power, dtype), dtype)
     return rotate(scaled, mean.astype(np.float32) * power)
+
+
+def value_signs(head_dim: int) -> NDArray[np.float32]:
+    """Return what values are multiplied by before they are rotated: 1, or -1 for some channels, (head_dim,).
+
+    A value is often constant, or alternates, over channels, and the rotation would gather it in one
+    element. With bits b0 to b7 of the channel's number, the sign is -1 where b0 b1 + b2 b3 + b4 b5 + b6 b7 +
+    b2 b3 b4 b5 b6 is odd. The products of two are a bent function, which spreads every row of a Hadamard
+    matrix evenly. The last keeps half of the elements from being 0 at 128 channels, which the grid of 2 bits
+    does not have.
+
+    Examples
+    --------
+    >>> value_signs(16)
+    array([ 1.,  1.,  1., -1.,  1.,  1.,  1., -1.,  1.,  1.,  1., -1., -1.,
+           -1., -1.,  1.], dtype=float32)
+    """
+    channel = np.arange(head_dim)
+    b = channel >> np.arange(8)[:, None] & 1
+    odd = b[0] & b[1] ^ b[2] & b[3] ^ b[4] & b[5] ^ b[6] & b[7] ^ b[2] & b[3] & b[4] & b[5] & b[6]
+    signs: NDArray[np.float32] = (1 - 2 * odd).astype(np.float32)
+    return signs
+
+
+def rotate_values(v: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Rotate values (n, head_dim) as pages keep them: with their signs.
+
+    Examples
+    --------
+    >>> rotate_values(np.ones((1, 16), np.float32))[0]
+    array([ 1.,  1.,  1., -1.,  1.,  1.,  1., -1.,  1.,  1.,  1., -1., -1.,
+           -1., -1.,  1.], dtype=float32)
+    """
+    return rotate(v * value_signs(v.shape[1]))
 
 
 def grid_codes(x: NDArray[np.float32], step: NDArray[np.float32], bits: int) -> NDArray[np.float32]:
@@ -410,10 +460,10 @@ def widen(bits: NDArray[Any], dtype: str) -> NDArray[np.float32]:
 class Page(NamedTuple):
     """The contents of a page; below width 16, `k` and `v` are rotated."""
 
-    k: NDArray[np.float32]  # (64, head_dim)
-    v: NDArray[np.float32]  # (64, head_dim)
-    positions: NDArray[np.uint16]  # (64,), offsets from the page's base position
-    importance: NDArray[np.uint8]  # (64,), codes
+    k: NDArray[np.float32]  # (16, head_dim)
+    v: NDArray[np.float32]  # (16, head_dim)
+    positions: NDArray[np.uint16]  # (16,), offsets from the page's base position
+    importance: NDArray[np.uint8]  # (16,), codes
 
 
 def _stored_bits(bits: int, dtype: str) -> int:
@@ -423,7 +473,7 @@ def _stored_bits(bits: int, dtype: str) -> int:
 def _region(codes: NDArray[Any], bits: int, side: str) -> NDArray[np.uint8]:
     """Put codes (n, head_dim) of `bits` bits each into a code region, zero where slots are unused."""
     n, head_dim = codes.shape
-    stream = np.zeros(TOKENS_PER_PAGE * head_dim * bits, np.uint8)
+    stream = np.zeros(1024 * code_words(bits, head_dim), np.uint8)
     stream[bit_address(bits, head_dim, side)[:n]] = codes[..., None] >> np.arange(bits) & 1
     return np.packbits(stream, bitorder="little")
 
@@ -443,7 +493,7 @@ def encode_page(
     positions: NDArray[np.uint16],
     importance: NDArray[np.uint8],
 ) -> NDArray[np.uint8]:
-    """Encode up to 64 tokens, the i-th into slot i, as the record of a page.
+    """Encode up to 16 tokens, the i-th into slot i, as the record of a page.
 
     Parameters
     ----------
@@ -464,47 +514,47 @@ def encode_page(
     Examples
     --------
     >>> rng = np.random.default_rng(0)
-    >>> k, v = rng.standard_normal((2, 64, 32), dtype=np.float32)
-    >>> where, weight = np.arange(64, dtype=np.uint16), np.full(64, 200, np.uint8)
+    >>> k, v = rng.standard_normal((2, 16, 32), dtype=np.float32)
+    >>> where, weight = np.arange(16, dtype=np.uint16), np.full(16, 200, np.uint8)
     >>> record = encode_page(k, v, 4, 2, "float16", where, weight)
-    >>> record.size == 64 * 32 * (4 + 2) // 8 + 64 + 64 + 128 + 64
+    >>> record.size == 16 * 32 * (4 + 2) // 8 + 16 + 16 + 32 + 16
     True
     >>> page = decode_page(record, 32, 4, 2, "float16")
     >>> bool(np.square(page.k - k).mean() < 0.02), bool(np.square(page.v - v).mean() < 0.13)
     (True, True)
     """
-    regions, steps = [], []
+    parts = []
     for x, bits, side in ((k, bits_k, "k"), (v, bits_v, "v")):
         if bits == 16:
-            regions.append(_region(narrow(x, dtype), _stored_bits(bits, dtype), side))
+            parts.append(_region(narrow(x, dtype), _stored_bits(bits, dtype), side))
         else:
             codes, byte = encode(x, bits)
-            regions.append(_region(codes, bits, side))
-            steps.append(np.zeros(TOKENS_PER_PAGE, np.uint8))
-            steps[-1][: len(byte)] = byte
+            steps = np.zeros(TOKENS_PER_PAGE, np.uint8)
+            steps[: len(byte)] = byte
+            parts += [_region(codes, bits, side), steps]
     tail = np.zeros(3 * TOKENS_PER_PAGE, np.uint8)
     tail[: 2 * len(positions)] = positions.astype("<u2").view(np.uint8)
     tail[2 * TOKENS_PER_PAGE :][: len(importance)] = importance
-    return np.concatenate([*regions, *steps, tail])
+    return np.concatenate([*parts, tail])
 
 
 def decode_page(record: NDArray[np.uint8], head_dim: int, bits_k: int, bits_v: int, dtype: str) -> Page:
-    """Decode the record of a page, all 64 slots of it; the inverse of `encode_page`."""
+    """Decode the record of a page, all 16 slots of it; the inverse of `encode_page`."""
     parts = iter(np.split(record, np.cumsum(_part_sizes(head_dim, bits_k, bits_v, dtype))[:-1]))
-    codes = []
-    for bits, side in ((bits_k, "k"), (bits_v, "v")):
-        codes.append(_codes(next(parts), _stored_bits(bits, dtype), head_dim, side))
     values = []
-    for bits, code in zip((bits_k, bits_v), codes, strict=True):
+    for bits, side in ((bits_k, "k"), (bits_v, "v")):
+        codes = _codes(next(parts), _stored_bits(bits, dtype), head_dim, side)
         if bits == 16:
-            values.append(widen(code, dtype))
+            values.append(widen(codes, dtype))
         else:
-            values.append(grid_values(code, STEPS[next(parts)][:, None], bits))
+            values.append(grid_values(codes, STEPS[next(parts)][:, None], bits))
     return Page(values[0], values[1], next(parts).view("<u2"), next(parts))
 
 
 def _part_sizes(head_dim: int, bits_k: int, bits_v: int, dtype: str) -> list[int]:
     """Bytes of the parts of a record, in order."""
-    codes = [8 * head_dim * _stored_bits(bits, dtype) for bits in (bits_k, bits_v)]
-    steps = [TOKENS_PER_PAGE for bits in (bits_k, bits_v) if bits != 16]
-    return [*codes, *steps, 2 * TOKENS_PER_PAGE, TOKENS_PER_PAGE]
+    sizes = []
+    for bits in (bits_k, bits_v):
+        sizes.append(128 * code_words(_stored_bits(bits, dtype), head_dim))
+        sizes += [TOKENS_PER_PAGE] if bits != 16 else []
+    return [*sizes, 2 * TOKENS_PER_PAGE, TOKENS_PER_PAGE]

@@ -90,7 +90,8 @@ def test_exact_tokens_go_to_pages_where_more_rows_leave_no_bytes_for_them() -> N
     assert cache.nbytes > 50_000
     cache.repeat(2)
     assert_holds(cache)
-    assert sum(int(counts.sum()) for counts in cache.allocation().values()) == 2 * HEADS
+    pages = sum(int(counts.sum()) for counts in cache.allocation().values())
+    assert pages == 2 * HEADS * 5  # four with the tokens, and an open one
 
 
 def test_an_empty_cache_fits_its_budget() -> None:

@@ -13,21 +13,23 @@ from kvlab.arrays import numpy_dtype
 from kvlab.cache.cpu import CpuKernels
 from kvlab.cache.importance import make_policy
 from kvlab.cache.ladder import LayerFormat, parse_bits
-from kvlab.cache.plan import PlanShape, spare_nbytes
+from kvlab.cache.plan import PlanShape, ample_nbytes, spare_nbytes
 from kvlab.cache.reallocation import ladder_of
-from kvlab.cache.store import UNIT, DeviceStore
+from kvlab.cache.store import UNIT, DeviceStore, named_pages
 from kvlab.ops.attention import attention
 from kvlab.ops.cuda.pages import NEW_TOKENS, OBSERVED, new_tokens
 from kvlab.ops.packed import packed_attention
 from kvlab.pages import (
     DECODED,
+    QUAD,
     RAW,
+    TOKENS_PER_PAGE,
     decode_importance,
     encode_importance,
     read_tokens,
     write_tokens,
 )
-from kvlab.reference.pages import rotate, rotate_keys
+from kvlab.reference.pages import rotate_keys, rotate_values
 from tests.cache.host.noted import Kernels, view
 
 LADDERS = ("2,3,4,8", "k3v2,k4v2,8", "0,4", "4,16", "k2v4,k8v16")
@@ -60,7 +62,7 @@ class Page:
 def encoded(layout: Any, frame: Any, dtype: str, k: Any, v: Any) -> tuple[Any, Any]:
     k, v = k.astype(np.float32), v.astype(np.float32)
     k = k if layout.bits_k == 16 else rotate_keys(k[None], *frame, dtype)[0]
-    return k, v if layout.bits_v == 16 else rotate(v[None])[0]
+    return k, v if layout.bits_v == 16 else rotate_values(v[None])[0]
 
 
 def carry_out(store: DeviceStore, arena: np.ndarray, moves: np.ndarray, new: dict[str, Any]) -> None:
@@ -155,9 +157,9 @@ class Driver:
 def budget_of(bits: str, dim: int, dtype: str, tokens: int, share: float) -> int:
     """Bytes of a row between all pages at the lowest and all at the highest rung."""
     host = LayerFormat(parse_bits(bits, 1)[0], HEADS, dim, dtype)
-    low, high = ladder_of(host).cost[0], ladder_of(host).cost[-1]
-    pages = tokens // 64 + len(host.ladder)
-    return int(HEADS * (pages * (low + share * (high - low)) + 4 * high)) + host.fixed_nbytes
+    ladder = ladder_of(host)
+    more = share * HEADS * (tokens // TOKENS_PER_PAGE) * (ladder.cost[-1] - ladder.cost[0])
+    return ample_nbytes(tokens, HEADS, ladder, host.fixed_nbytes) + int(more)
 
 
 @given(
@@ -225,12 +227,16 @@ def test_an_append_attends_and_stores(kernels: Kernels, observed: str) -> None:
     assert not driver.store.tables["status"].any()
     norms = np.linalg.norm(new["k"][0, :, 0].astype(np.float64), axis=-1).astype(np.float32)
     wanted = {"norm": encode_importance(1 / norms), "one": np.full(n, 192, np.uint8)}
-    entry = int(driver.store.tables["open"][0, 0, 0, 0])
-    at, first = (0, 0, 0, entry), int(driver.store.tables["count"][0, 0, 0, entry]) - n
+    tables = {
+        name: x[0, 0, 0] for name, x in driver.store.tables.items() if name in ("open", "count", "index")
+    }
+    appended = {}
+    for entry in tables["open"]:
+        page = Page(driver.store, driver.store.arenas[0], int(tables["index"][entry]), 1, 0)
+        lists = page.layout.positions_in(page.record)[0], page.layout.importance_in(page.record)[0]
+        appended |= dict(zip(*(x[: tables["count"][entry]].tolist() for x in lists), strict=True))
     for i in range(n):
-        page = Page(driver.store, driver.store.arenas[0], int(driver.store.tables["index"][at]), 1, first + i)
-        assert page.layout.positions_in(page.record)[0, first + i] == 100 + i
-        code = page.layout.importance_in(page.record)[0, first + i]
+        code = appended[100 + i]
         assert 0 < code < 192 if observed == "mass" else code == wanted[observed][i]
 
 
@@ -251,7 +257,7 @@ def test_importance_follows_what_tokens_receive(kernels: Kernels, importance: st
     )  # fmt: skip
     policy, changed = make_policy(importance, 0.8), 0
     total = found.lse.reshape(BATCH, HEADS, GROUP, rows).swapaxes(2, 3).reshape(BATCH, HEADS, -1, 1)
-    for at in np.argwhere(np.arange(store.entries) < tables["num_pages"][..., None]):
+    for at in np.argwhere(named_pages(tables)):
         row, head, entry = map(int, at)
         rung, count = int(tables["rung"][row, head, entry]), int(tables["count"][row, head, entry])
         old, new = (
@@ -261,7 +267,9 @@ def test_importance_follows_what_tokens_receive(kernels: Kernels, importance: st
         position = old.layout.positions_in(old.record)[0, :count].astype(np.int64)
         codes = [page.layout.importance_in(page.record)[0, :count] for page in (old, new)]
         previous = decode_importance(codes[0])
-        mass = np.exp(found.scores[row, head, entry, :, :count] - total[row, head]).mean(0)
+        first = TOKENS_PER_PAGE * (entry % QUAD)
+        received = found.scores[row, head, entry // QUAD, :, first : first + count]
+        mass = np.exp(received - total[row, head]).mean(0)
         score = policy.update(previous, mass, np.minimum(position, 397), 398, tokens)
         wanted = np.where(position < 398, encode_importance(score), codes[0])
         difference = np.abs(wanted.astype(int) - codes[1])

@@ -121,3 +121,8 @@ def test_an_importance_function_of_other_arguments_is_refused_by_name(function: 
 def test_an_importance_function_may_have_defaults() -> None:
     make(importance=lambda previous, observed, positions, seqlen, more=1: observed)
     make(importance=lambda *arrays: arrays[1])
+
+
+def test_more_pages_than_tables_can_name_are_refused_before_memory_is_taken() -> None:
+    with pytest.raises(NotImplementedError, match=r"70284067776 bytes .* name 68719476720"):
+        MixedPrecisionCache(1, 8, 8, 256, budget=None, bits=(16,), max_seqlen=1 << 23)

@@ -30,7 +30,7 @@ from kvlab.reference import pages as reference
 from tests.strategies import SEEDS, page_vectors
 
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
-PAGES = 3
+PAGES = 7
 
 layouts = st.builds(
     lambda head_dim, bits_k, bits_v, dtype: (PageLayout(head_dim, bits_k, bits_v, ITEMSIZE[dtype]), dtype),
@@ -72,7 +72,7 @@ def written(
             codes = reference.narrow(x, dtype)
         else:
             codes, pool[page, steps + slot] = reference.encode(x, bits, of_codes)
-        region = slice(start, start + 8 * layout.head_dim * bits)
+        region = slice(start, start + layout.code_bytes(width))
         stream = np.unpackbits(pool[:, region], axis=1, bitorder="little")
         address = reference.bit_address(bits, layout.head_dim, side)[slot]
         stream[page[:, None, None], address] = codes[..., None] >> np.arange(bits) & 1
@@ -92,11 +92,16 @@ def test_the_parts_of_a_record_follow_each_other(case: tuple[PageLayout, str]) -
     importance = rng.integers(0, 256, TOKENS_PER_PAGE, dtype=np.uint8)
     record = reference.encode_page(k, v, layout.bits_k, layout.bits_v, dtype, positions, importance)
     assert record.size == layout.nbytes
-    steps = (layout.bits_k < 16) + (layout.bits_v < 16)
-    offsets = [layout.k_codes, layout.v_codes, layout.k_steps, layout.v_steps, layout.positions]
+    offsets = [layout.k_codes, layout.k_steps, layout.v_codes, layout.v_steps, layout.positions]
     offsets += [layout.importance, layout.nbytes]
-    assert all(offset % 64 == 0 for offset in offsets)
-    assert layout.positions == layout.k_steps + 64 * steps
+    assert all(offset % 16 == 0 for offset in offsets)
+    for width, codes, steps, end in (
+        (layout.bits_k, layout.k_codes, layout.k_steps, layout.v_codes),
+        (layout.bits_v, layout.v_codes, layout.v_steps, layout.positions),
+    ):
+        bits = layout.stored_bits(width)
+        assert steps - codes == 128 * reference.code_words(bits, layout.head_dim)
+        assert end - steps == (16 if width < 16 else 0)
     np.testing.assert_array_equal(layout.positions_in(record[None])[0], positions)
     np.testing.assert_array_equal(layout.importance_in(record[None])[0], importance)
 
@@ -173,8 +178,8 @@ def test_the_smallest_vectors(bits: int) -> None:
     sizes = np.concatenate([2.0 ** np.arange(-149, -20, 3), 2.0 ** np.arange(-20, -6, 0.1)])
     x = np.random.default_rng(0).choice([-1, 0.1, 1], (len(sizes), 64)).astype(np.float32)
     x = (x * sizes[:, None]).astype(np.float32)
-    page, slot = np.arange(len(sizes)) // 64, np.arange(len(sizes)) % 64
-    pool = np.zeros((3, layout.nbytes), np.uint8)
+    page, slot = np.divmod(np.arange(len(sizes)), TOKENS_PER_PAGE)
+    pool = np.zeros((page[-1] + 1, layout.nbytes), np.uint8)
     expected = written(pool, layout, "float16", page, slot, x, x)
     write_tokens(pool, layout, "float16", page, slot, x, x)
     np.testing.assert_array_equal(pool, expected)
@@ -241,9 +246,9 @@ def test_a_page_belongs_to_one_thread() -> None:
     """Tokens share words, so two threads in one page would lose bits, though not often enough to be seen."""
     layout = PageLayout(32, 4, 4, 2)
     rng = np.random.default_rng(2)
-    page, slot = some_places(rng, 300, pages=10)
+    page, slot = some_places(rng, 300, pages=20)
     x = rng.standard_normal((300, 32), dtype=np.float32)
-    pool = np.zeros((10, layout.nbytes), np.uint8)
+    pool = np.zeros((20, layout.nbytes), np.uint8)
     write_tokens(pool, layout, "float16", page, slot, x, np.zeros_like(x))
     together = np.zeros_like(pool)
     (side, places), raw = side_formats(layout, "float16")[0], np.full(300, RAW, np.int16)
@@ -254,7 +259,7 @@ def test_a_page_belongs_to_one_thread() -> None:
             flat, flat.view(np.uint32), side, places, page, slot, x.reshape(-1), raw, part, 3
         )
         is_touched = alone.any(axis=1)
-        assert 0 < is_touched.sum() < 10
+        assert 0 < is_touched.sum() < 20
         assert not together[is_touched].any()
         together |= alone
     region = slice(layout.k_codes, layout.v_codes)
@@ -273,9 +278,9 @@ def _restored_threads() -> Iterator[None]:
 def test_the_number_of_threads_does_not_matter(bits: int) -> None:
     layout = PageLayout(64, bits, bits, 2)
     rng = np.random.default_rng(5)
-    page, slot = some_places(rng, 2000, pages=33)
+    page, slot = some_places(rng, 2000, pages=126)
     k, v = rng.standard_normal((2, 2000, 64), dtype=np.float32)
-    pool = random_pool(rng, layout, pages=33)
+    pool = random_pool(rng, layout, pages=126)
     expected = written(pool, layout, "float16", page, slot, k, v)
     for threads in range(1, numba.get_num_threads() + 1):
         numba.set_num_threads(threads)
@@ -345,7 +350,7 @@ def test_writing_what_was_read(seed: int, bits: int, head_dim: int) -> None:
 def good_call() -> dict[str, Any]:
     layout = PageLayout(16, 4, 4, 2)
     k = np.ones((3, 16), np.float32)
-    where = {"page": np.array([0, 1, 1]), "slot": np.array([0, 63, 5])}
+    where = {"page": np.array([0, 1, 1]), "slot": np.array([0, 15, 5])}
     return (
         {"pool": np.zeros((2, layout.nbytes), np.uint8), "layout": layout, "dtype": "float16"}
         | where
@@ -361,15 +366,15 @@ def good_call() -> dict[str, Any]:
     [
         ({"dtype": "float32"}, "dtype must be a cache dtype of 2 bytes, as the layout says, got 'float32'"),
         ({"dtype": "int16"}, "dtype must be .* got 'int16'"),
-        ({"pool": np.zeros((2, 8), np.uint8)}, r"pool must be uint8 \(pages, 1344\), got uint8 \(2, 8\)"),
-        ({"pool": np.zeros((2, 1344), np.int8)}, "pool must be uint8 .* got int8"),
-        ({"pool": np.zeros((2, 2688), np.uint8)[:, ::2]}, "pool must be contiguous"),
-        ({"pool": np.zeros(2689, np.uint8)[1:].reshape(2, 1344)}, "start at a multiple of 4 bytes"),
+        ({"pool": np.zeros((2, 8), np.uint8)}, r"pool must be uint8 \(pages, 336\), got uint8 \(2, 8\)"),
+        ({"pool": np.zeros((2, 336), np.int8)}, "pool must be uint8 .* got int8"),
+        ({"pool": np.zeros((2, 672), np.uint8)[:, ::2]}, "pool must be contiguous"),
+        ({"pool": np.zeros(673, np.uint8)[1:].reshape(2, 336)}, "start at a multiple of 4 bytes"),
         ({"page": np.array([0, 1])}, r"page, slot must be integers of one length, got .*\(2,\)"),
         ({"slot": np.array([0.0, 1.0, 2.0])}, "page, slot must be integers"),
-        ({"page": np.array([0, 1, 2])}, "below 2 and 64, at index 2 they are 2, 5"),
-        ({"page": np.array([0, -1, 1])}, "below 2 and 64, at index 1 they are -1, 63"),
-        ({"slot": np.array([64, 1, 1])}, "below 2 and 64, at index 0 they are 0, 64"),
+        ({"page": np.array([0, 1, 2])}, "below 2 and 16, at index 2 they are 2, 5"),
+        ({"page": np.array([0, -1, 1])}, "below 2 and 16, at index 1 they are -1, 15"),
+        ({"slot": np.array([16, 1, 1])}, "below 2 and 16, at index 0 they are 0, 16"),
         ({"k": np.ones((2, 16), np.float32)}, r"k must be float32 of shape \(3, 16\), got float32 \(2, 16\)"),
         ({"v": np.ones((3, 16))}, "v must be float32 .* got float64"),
         ({"steps": np.ones(3, np.int16)}, r"steps must be int16 of shape \(2, 3\), got int16 \(3,\)"),

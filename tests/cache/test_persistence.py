@@ -60,7 +60,7 @@ def test_all_that_a_file_holds_of_pages_and_frames_counts(tmp_path, n, waiting):
     cache.save(path)
     counted = (".num_pages", ".k_mean", ".k_shift", ".asked")
     arrays = persistence.read(path)[1]
-    tables = sum(8 * x.size for name, x in arrays.items() if name.endswith(".rung"))
+    tables = sum(8 * len(x) for name, x in arrays.items() if ".pool" in name)
     rest = sum(x.nbytes for name, x in arrays.items() if name.endswith(counted) or ".pool" in name)
     assert cache.nbytes == tables + rest
     assert len(arrays["0.asked"]) == waiting, "those of other rows are not needed any more"
@@ -153,7 +153,7 @@ def rewritten(path, change):
         lambda d, a: d["layers"].append({}),
         lambda d, a: d["layers"][0].pop("seqlen"),
         lambda d, a: a["0.rung"].fill(7),
-        lambda d, a: a["0.count"].fill(65),
+        lambda d, a: a["0.count"].fill(17),
         lambda d, a: a["0.count"].fill(0),
         lambda d, a: a["0.num_pages"].fill(-1),
         lambda d, a: a["0.num_pages"].fill(1 << 30),
@@ -197,6 +197,34 @@ def test_contents_that_a_later_call_would_stumble_over(tmp_path, change):
     MixedPrecisionCache.load(path)
     rewritten(path, change)
     with pytest.raises(FormatError):
+        MixedPrecisionCache.load(path)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_tables_that_plans_would_not_find_their_way_in(tmp_path, mixed):
+    """Rungs from high to low, and a quad of two rungs: plans go by sorted tables in whole quads."""
+    path, cache = tmp_path / "cache", MixedPrecisionCache(1, 2, 1, 32, budget=0.3, plan_length=400)
+    cache.append(0, *np.random.default_rng(1).standard_normal((2, 1, 400, 1, 32), dtype=np.float32))
+    cache.save(path)
+
+    def change(_, arrays):
+        rung, count = arrays["0.rung"], arrays["0.count"]
+        if mixed:
+            filler = np.flatnonzero((count[:-1] == 0) & (rung[1:] > rung[:-1]))[0]
+            rung[filler] = rung[filler + 1]
+        else:
+            arrays["0.rung"], arrays["0.count"] = rung[::-1].copy(), count[::-1].copy()
+
+    rewritten(path, change)
+    with pytest.raises(FormatError, match="page tables are not sorted by rung in quads"):
+        MixedPrecisionCache.load(path)
+
+
+def test_files_of_other_versions_are_refused_by_their_number(small, tmp_path):
+    path = tmp_path / "cache"
+    path.write_bytes(small.read_bytes())
+    rewritten(path, lambda d, a: d.update(version=3))
+    with pytest.raises(FormatError, match="format version 3; this kvlab reads version 4 alone: fill a cache"):
         MixedPrecisionCache.load(path)
 
 

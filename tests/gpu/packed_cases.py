@@ -1,7 +1,8 @@
 """What GPU tests of packed attention share: pages and queries, calls of both backends, the comparison.
 
-Pages are drawn as bytes: any codes are valid codes. Unused slots hold NaN and unused table entries name pages
-that do not exist.
+Pages are drawn as bytes: any codes are valid codes. The counts of a quad's pages have nothing to do with each
+other. Unused slots hold NaN; unused table entries, and half of those without a token, name pages that do not
+exist.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from kvlab.ops.cuda import packed as packed_cuda
 from kvlab.ops.numba import packed as packed_numba
 from kvlab.ops.packed import Window
-from kvlab.pages import LayerPages, PageLayout, new_pool
+from kvlab.pages import NO_PAGE, QUAD, TOKENS_PER_PAGE, LayerPages, PageLayout, new_pool
 from kvlab.reference import packed as reference
 from kvlab.reference.pages import bit_address
 from tests.compare import assert_accurate, low_precision_attention
@@ -78,30 +79,30 @@ def to_numpy(x: torch.Tensor) -> np.ndarray:
 def draw_pool(rng: np.random.Generator, layout: PageLayout, dtype: str, pages: int) -> np.ndarray:
     """Pages of random codes, values of about unit size."""
     pool = rng.integers(0, 256, (pages, layout.nbytes), np.uint8)
-    parts = {
-        "k": (layout.bits_k, layout.k_codes, layout.v_codes, layout.k_steps),
-        "v": (layout.bits_v, layout.v_codes, layout.k_steps, layout.v_steps),
-    }
-    for bits, begin, end, steps in parts.values():
+    for bits, begin, end in sides_of(layout).values():
         if bits == 16:
             values = rng.standard_normal((pages, (end - begin) // 2)).astype(DTYPES[dtype])
             pool[:, begin:end] = values.view(np.uint8)
         else:
-            step = np.float16(1.7 / 2**bits) * np.exp(0.3 * rng.standard_normal((pages, 64))).astype(
-                np.float16
-            )
-            pool[:, steps : steps + 64] = (step.view(np.uint16) >> 7).astype(np.uint8)
+            noise = np.exp(0.3 * rng.standard_normal((pages, TOKENS_PER_PAGE))).astype(np.float16)
+            step = np.float16(1.7 / 2**bits) * noise
+            pool[:, end : end + TOKENS_PER_PAGE] = (step.view(np.uint16) >> 7).astype(np.uint8)
     return pool
+
+
+def sides_of(layout: PageLayout) -> dict[str, tuple[int, int, int]]:
+    """Of K and V: bits, and where codes begin and end; steps follow."""
+    return {
+        "k": (layout.bits_k, layout.k_codes, layout.k_steps),
+        "v": (layout.bits_v, layout.v_codes, layout.v_steps),
+    }
 
 
 def poison(record: np.ndarray, layout: PageLayout, dtype: str, count: int) -> None:
     """Make the unused slots of a page NaN."""
-    for side, bits, begin, end, steps in (
-        ("k", layout.bits_k, layout.k_codes, layout.v_codes, layout.k_steps),
-        ("v", layout.bits_v, layout.v_codes, layout.k_steps, layout.v_steps),
-    ):
+    for side, (bits, begin, end) in sides_of(layout).items():
         if bits < 16:
-            record[steps + count : steps + 64] = 0xFF
+            record[end + count : end + TOKENS_PER_PAGE] = 0xFF
         else:
             elements = record[begin:end].view(np.uint16)
             elements[bit_address(16, layout.head_dim, side)[count:, :, 0] // 16] = NAN_BITS[dtype]
@@ -123,25 +124,28 @@ def draw_pages(
     *,
     full: bool = False,
 ) -> LayerPages:
-    """Draw pages: lengths (batch, KV heads) are numbers of pages, rungs and counts random unless `full`."""
+    """Draw pages: lengths (batch, KV heads) are numbers of quads, rungs and counts random unless `full`."""
     rng = np.random.default_rng(seed)
     layouts = tuple(PageLayout(head_dim, k, v, 2) for k, v in rungs)
-    entries = max(1, lengths.max()) + 2
-    shape = (*lengths.shape, entries)
-    rung = rng.integers(0, len(rungs), shape).astype(np.uint8)
-    count = np.full(shape, 64) if full else np.where(rng.random(shape) < 0.6, 64, rng.integers(0, 64, shape))
-    index = np.zeros(shape, np.uint32)
-    used = np.arange(entries) < lengths[..., None]
+    quads = max(1, lengths.max()) + 2
+    shape = (*lengths.shape, QUAD * quads)
+    rung = rng.integers(0, len(rungs), (*lengths.shape, quads)).astype(np.uint8).repeat(QUAD, axis=-1)
+    count = np.where(
+        full | (rng.random(shape) < 0.7), TOKENS_PER_PAGE, rng.integers(0, TOKENS_PER_PAGE, shape)
+    )
+    index = np.full(shape, NO_PAGE, np.uint32)
+    used = np.arange(shape[2]) < QUAD * lengths[..., None]
+    with_page = used & ((count > 0) | (rng.random(shape) < 0.5))
     pools = []
     for r, layout in enumerate(layouts):
-        mine = np.argwhere(used & (rung == r))
+        mine = np.argwhere(with_page & (rung == r))
         pool = draw_pool(rng, layout, dtype, len(mine) + 1)
         places = rng.permutation(len(mine) + 1)[: len(mine)]
         for at, place in zip(map(tuple, mine), places, strict=True):
             index[at] = place
             poison(pool[place], layout, dtype, int(count[at]))
         pools.append(own_pool(pool, layout))
-    rung[~used], count[~used], index[~used] = 200, 77, 0xFFFFFFFF
+    rung[~used], count[~used] = 200, 77
     mean = rng.standard_normal((*lengths.shape, head_dim)).astype(np.float16)
     base = np.zeros(shape, np.uint16)
     return LayerPages(
@@ -151,7 +155,7 @@ def draw_pages(
         count.astype(np.uint8),
         index,
         base,
-        lengths.astype(np.int32),
+        QUAD * lengths.astype(np.int32),
         mean,
         dtype,
         draw_shifts(rng, mean.shape),
@@ -200,6 +204,12 @@ def low_precision(
     return out, lse
 
 
+def used_quads(pages: LayerPages) -> np.ndarray:
+    """Which quads of the tables are used."""
+    used: np.ndarray = np.arange(pages.rung.shape[2] // QUAD) < pages.num_pages[..., None] // QUAD
+    return used
+
+
 def attend(backend: Any, q: np.ndarray, pages: LayerPages, **options: Any) -> Any:
     group = q.shape[2] // pages.rung.shape[1]
     arguments = {"scale": q.shape[3] ** -0.5, "softcap": 0.0, "keep_scores": 0} | options
@@ -221,7 +231,7 @@ def check(
     assert_accurate(got, out, low_out)
     assert_accurate(to_numpy(actual.lse), lse, low_lse, "lse")
     if actual.scores is not None:
-        used = np.arange(pages.rung.shape[2]) < pages.num_pages[..., None]
+        used = used_quads(pages)
         kept = to_numpy(actual.scores[torch.from_numpy(used).cuda()])  # others may be uninitialised
         assert np.array_equal(np.isneginf(kept), np.isneginf(scores[used]))
         finite = np.isfinite(scores[used])

@@ -18,12 +18,22 @@ from kvlab.cache.frame import ASKING, LAST, add_queries, key_mean, key_shift
 from kvlab.cache.ladder import LayerFormat, parse_bits
 from kvlab.cache.store import UNIT, DeviceStore
 from kvlab.ops.cuda import pages as kernels
-from kvlab.pages import PageLayout, encode_importance
+from kvlab.ops.cuda.pages import WAITING_PAGES
+from kvlab.pages import TOKENS_PER_PAGE, PageLayout, encode_importance
 from kvlab.reference.codec import hadamard
-from kvlab.reference.pages import STEPS, bit_address, encode, grid_values, narrow, rotate, rotate_keys, widen
+from kvlab.reference.pages import (
+    STEPS,
+    bit_address,
+    encode,
+    grid_values,
+    narrow,
+    rotate_keys,
+    rotate_values,
+    widen,
+)
 from tests.gpu.packed_cases import DTYPES, to_numpy, to_torch
 
-BATCH, HEADS, GROUP = 2, 2, 4
+BATCH, HEADS, GROUP, PAGE = 2, 2, 4, TOKENS_PER_PAGE
 MIXED = ("2,3,4,8,16", "k2v3,k4v8,k16v8", "8", "k3v16,16")
 MOVE = np.dtype(
     [
@@ -72,8 +82,8 @@ class Record:
     def _side(self, side: str) -> tuple[int, slice, int]:
         layout = self.layout
         if side == "k":
-            return layout.bits_k, slice(layout.k_codes, layout.v_codes), layout.k_steps
-        return layout.bits_v, slice(layout.v_codes, layout.k_steps), layout.v_steps
+            return layout.bits_k, slice(layout.k_codes, layout.k_steps), layout.k_steps
+        return layout.bits_v, slice(layout.v_codes, layout.v_steps), layout.v_steps
 
     def get(self, side: str, slot: int) -> tuple[np.ndarray, int]:
         bits, codes, steps = self._side(side)
@@ -91,6 +101,18 @@ class Record:
         if bits < 16:
             self.bytes[steps + slot] = step
 
+    def take_unused(self, other: Record, used: list[int]) -> None:
+        """Take codes and steps of slots that are not used, and bits of no code, from another record."""
+        for side in "kv":
+            for slot in set(range(PAGE)) - set(used):
+                self.put(side, slot, *other.get(side, slot))
+            bits, codes, _ = self._side(side)
+            mine, its = (np.unpackbits(x.bytes[codes], bitorder="little") for x in (self, other))
+            free = np.ones(len(mine), bool)
+            free[bit_address(bits, self.layout.head_dim, side)] = False
+            mine[free] = its[free]
+            self.bytes[codes] = np.packbits(mine, bitorder="little")
+
     def tail(self, slot: int) -> tuple[slice, int]:
         at = self.layout.positions + 2 * slot
         return slice(at, at + 2), self.layout.importance + slot
@@ -102,7 +124,7 @@ class Record:
             if bits == 16:
                 self.put(side, slot, narrow(x, dtype), 0)
             else:
-                rotated = rotate_keys(x[None], *frame, dtype) if side == "k" else rotate(x[None])
+                rotated = rotate_keys(x[None], *frame, dtype) if side == "k" else rotate_values(x[None])
                 code, step = encode(rotated, bits)
                 self.put(side, slot, code[0], int(step[0]))
 
@@ -136,7 +158,7 @@ def draw_vectors(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("bits", MIXED)
-def test_moves(bits: str, head_dim: int, dtype: str) -> None:
+def test_moves(monkeypatch: pytest.MonkeyPatch, bits: str, head_dim: int, dtype: str) -> None:
     """New tokens, demotions and moves within a rung give the bytes that NumPy gives."""
     device = device_store(bits, head_dim, dtype)
     store, rng = device.stores[0], np.random.default_rng(1)
@@ -153,13 +175,13 @@ def test_moves(bits: str, head_dim: int, dtype: str) -> None:
     for _, r, address in places:  # steps of stored tokens are finite
         record = before[address * UNIT :]
         for at in (layouts[r].k_steps, layouts[r].v_steps):
-            record[at : at + 64] = rng.integers(0x50, 0xA0, 64)
+            record[at : at + PAGE] = rng.integers(0x50, 0xA0, PAGE)
     device.arenas[0][...] = to_device(before, device.like)
     frames = frames_of(device, head_dim)
     rows, after = [], before.copy()
     sources, targets = places[: len(places) // 2], places[len(places) // 2 :]
     for _, r, to in targets:
-        taken = rng.choice(64, rng.choice([64, rng.integers(1, 64)]), replace=False)
+        taken = rng.choice(PAGE, rng.choice([PAGE, rng.integers(1, PAGE)]), replace=False)
         pair = rng.integers(BATCH * HEADS)
         for slot in map(int, taken):
             record = Record(after, to, layouts[r])
@@ -177,17 +199,27 @@ def test_moves(bits: str, head_dim: int, dtype: str) -> None:
                 if not fits:
                     continue
                 _, source, address = fits[rng.integers(len(fits))]
-                old, at = Record(before, address, layouts[source]), rng.integers(64)
+                old, at = Record(before, address, layouts[source]), rng.integers(PAGE)
                 rows.append((address, to, at, slot, source, r, pair))
                 move_reference(old, at, record, slot, frames[pair], dtype)
                 for part_old, part_new in zip(old.tail(at), record.tail(slot), strict=True):
                     record.bytes[part_new] = old.bytes[part_old]
+    few_warps(monkeypatch)
     run_moves(device, rows, k, v, importance, steps, (1 << 16) - 3)
     got = to_numpy(device.arenas[0])
+    for _, r, to in targets:
+        Record(after, to, layouts[r]).take_unused(Record(got, to, layouts[r]), list(range(PAGE)))
     wrong = np.flatnonzero(got != after)
     assert len(wrong) == 0, f"{len(wrong)} bytes differ, the first at {wrong[:5]}"
     assert (got != before).any()
     assert (to_numpy(device.tables["seqlen"]) == (1 << 16) - 3 + steps).all()
+
+
+def few_warps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let one block write all pages, of few warps where it has many, so that each takes several in turn."""
+    monkeypatch.setattr(kernels, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(kernels, "_BLOCKS", 1)
+    monkeypatch.setattr(kernels, "shared_memory_per_block", lambda device: 14_500)
 
 
 def move_reference(old: Record, at: int, new: Record, slot: int, frame: Frame, dtype: str) -> None:
@@ -199,7 +231,7 @@ def move_reference(old: Record, at: int, new: Record, slot: int, frame: Frame, d
             continue
         if bits_old == 16:
             raw = widen(code, dtype)[None]
-            x = (rotate_keys(raw, *frame, dtype) if side == "k" else rotate(raw))[0]
+            x = (rotate_keys(raw, *frame, dtype) if side == "k" else rotate_values(raw))[0]
         else:
             x = grid_values(code, STEPS[step], bits_old)
         if bits_new == 16:
@@ -262,7 +294,7 @@ def test_append(top: str, head_dim: int, dtype: str, steps: int) -> None:
     tables = {name: to_numpy(table)[0].reshape(pairs, -1) for name, table in device.tables.items()
               if name in ("rung", "count", "index", "base", "open", "seqlen")}  # fmt: skip
     for pair in range(pairs):
-        for i, (entry, count, base) in enumerate([(3, 62, 0), (1, 5, (start + 4) >> 16)]):
+        for i, (entry, count, base) in enumerate([(3, PAGE - 2, 0), (1, 2, (start + 4) >> 16)]):
             tables["count"][pair, entry], tables["base"][pair, entry] = count, base
             tables["index"][pair, entry] = (2 * pair + i) * slab
             tables["open"][pair, i] = entry
@@ -402,7 +434,7 @@ def test_freeze_means(dtype: str, parts: tuple[int, ...], bits: str) -> None:
     valid[1] = rng.random(total) < 0.8
     waits, first = [True] * BATCH, 0
     for steps in parts:
-        now, before = slice(first, first + steps), 128 if first else 0
+        now, before = slice(first, first + steps), WAITING_PAGES * PAGE if first else 0
         part = [np.ascontiguousarray(x[:, now]) for x in (k, v, valid, codes, q)]
         got_k, got_v, got_valid, got_codes, positions = freeze(device, dtype, part, first, before)
         tables = {name: to_numpy(table)[0] for name, table in device.tables.items()}
@@ -434,11 +466,12 @@ def test_freeze_means(dtype: str, parts: tuple[int, ...], bits: str) -> None:
                 assert np.flatnonzero(shift[1]).tolist() == [3, 35]
             waits[row] &= not goes
             assert tables["waits"][row] == waits[row]
-            assert (tables["num_pages"][row] == 2 * waits[row]).all()
+            assert (tables["num_pages"][row] == WAITING_PAGES * waits[row]).all()
             if waits[row]:
-                assert (tables["count"][row, :, :2].sum(1) == len(old) + use.sum()).all()
-                assert (tables["open"][row] == [0, 1]).all()
-                assert (tables["rung"][row, :, :2] == 2).all()
+                held, every = len(old) + int(use.sum()), np.arange(WAITING_PAGES)
+                assert (tables["count"][row][:, every] == np.clip(held - PAGE * every, 0, PAGE)).all()
+                assert (tables["open"][row] == [held // PAGE, held // PAGE + 1]).all()
+                assert (tables["rung"][row, :, every] == 2).all()
         first += steps
 
 

@@ -12,7 +12,7 @@ import torch
 from kvlab.cache import plan
 from kvlab.cache.store import STATE
 from kvlab.reference.cache_layer import RETRY, Change, Layer, Tokens
-from tests.plans import LADDERS, Simulation, draw_tokens, empty_layer, story_budget
+from tests.plans import LADDERS, PAGE, Simulation, draw_tokens, empty_layer, story_budget
 
 TABLES = (
     "arena", "rung", "count", "index", "base", "num_pages", "open", "used", "slab_count", "slabs",
@@ -141,8 +141,8 @@ def run_story(story: dict[str, Any]) -> int:
     rng = np.random.default_rng(story["seed"])
     total = sum(story["lengths"]) + 16 * story["steps"]
     budget = story_budget(story)
-    slabs = 40 + batch * heads * (3 * total // 64 + 10) * (1 if story["tight_slabs"] else 4) // 2
-    entries = 3 * total // 64 + 40
+    slabs = 40 + batch * heads * (3 * total // PAGE + 10) * (1 if story["tight_slabs"] else 4) // 2
+    entries = 3 * total // PAGE + 40
     simulations = []
     for _ in range(story["layers"]):
         layer = empty_layer(name, batch, heads, entries, budget, slabs)
@@ -152,7 +152,7 @@ def run_story(story: dict[str, Any]) -> int:
             Simulation(layer, name, window=window, floor=story["floor"], choose=story["choose"])
         )
     most = (
-        batch * heads * entries if not story["tight_slabs"] else batch * heads * 24,
+        batch * heads * entries if not story["tight_slabs"] else batch * heads * 96,
         batch * heads * entries,
     )
     changes = 0
@@ -244,7 +244,7 @@ def test_long_sequences_with_many_warps_a_class() -> None:
 
 def test_comparison_refuses_wrong_tables() -> None:
     rng = np.random.default_rng(0)
-    simulation = Simulation(empty_layer("248", 1, 2, 60, 90_000, 200), "248")
+    simulation = Simulation(empty_layer("248", 1, 2, 120, 90_000, 200), "248")
     new = draw_tokens(rng, 1, 2, 700, 0, "normal")
     device = Device([simulation.layer])
     found = device.plan("248", [new], simulation, (200, 200))[0]

@@ -14,9 +14,11 @@ from tests.gpu.test_cache_kernels import (
     HEADS,
     MIXED,
     NEW,
+    PAGE,
     Record,
     device_store,
     draw_vectors,
+    few_warps,
     frames_of,
     run_moves,
 )
@@ -27,7 +29,7 @@ from tests.gpu.test_cache_kernels import (
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("bits", [*MIXED, "2", "3,4"])
 def test_prefill(monkeypatch: pytest.MonkeyPatch, bits: str, head_dim: int, dtype: str) -> None:
-    """Pages of some slots and of all, in any order, hold the bytes that NumPy gives; nothing else changes."""
+    """Pages of some slots and of all, in any order, hold the bytes that NumPy gives; others stay."""
     device = device_store(bits, head_dim, dtype)
     layouts, rng = device.stores[0].layouts, np.random.default_rng(len(bits))
     steps, rungs = 130, len(device.stores[0].layouts)
@@ -40,14 +42,15 @@ def test_prefill(monkeypatch: pytest.MonkeyPatch, bits: str, head_dim: int, dtyp
     device.tables["k_mean"][...] = to_device(mean.reshape(1, BATCH, HEADS, head_dim), device.like)
     frames = frames_of(device, head_dim)
     before, slab = to_numpy(device.arenas[0]), device.slab[0] // UNIT
-    after, rows = before.copy(), []
+    after, rows, used = before.copy(), [], dict[tuple[int, int], list[int]]()
     for s in range(12):
         r = s % rungs
         for p in range(min(3, device.slab[0] // layouts[r].nbytes)):
             to, pair = s * slab + p * layouts[r].nbytes // UNIT, int(rng.integers(BATCH * HEADS))
             row, head = divmod(pair, HEADS)
-            slots = rng.choice(64, rng.choice([64, rng.integers(1, 64)]), replace=False)
+            slots = rng.choice(PAGE, rng.choice([PAGE, rng.integers(1, PAGE)]), replace=False)
             record = Record(after, to, layouts[r])
+            used[to, r] = slots.tolist()
             for slot, step in zip(slots, rng.choice(steps, len(slots), replace=False), strict=True):
                 rows.append((pair, to, 0, slot, NEW, r, row * steps + step))
                 raw = {"k": k[row, step, head].astype(np.float32), "v": v[row, step, head].astype(np.float32)}
@@ -56,6 +59,7 @@ def test_prefill(monkeypatch: pytest.MonkeyPatch, bits: str, head_dim: int, dtyp
                 record.bytes[position] = np.array([step], np.uint16).view(np.uint8)
                 record.bytes[code] = importance[pair, step]
     monkeypatch.setattr(kernels, "_MANY_PAGES", 1)
+    few_warps(monkeypatch)
     taken, kernel = [], kernels._kernel
     monkeypatch.setattr(
         kernels, "_kernel", lambda source, *args: taken.append(source) or kernel(source, *args)
@@ -63,6 +67,8 @@ def test_prefill(monkeypatch: pytest.MonkeyPatch, bits: str, head_dim: int, dtyp
     run_moves(device, rows, k, v, importance, steps, 0)
     assert taken == ["pages/prefill"], "another kernel was taken"
     got = to_numpy(device.arenas[0])
+    for (to, r), slots in used.items():  # pages are new, so they are written whole
+        Record(after, to, layouts[r]).take_unused(Record(got, to, layouts[r]), slots)
     wrong = np.flatnonzero(got != after)
     assert len(wrong) == 0, f"{len(wrong)} bytes differ, the first at {wrong[:5]}"
     assert (got != before).any()

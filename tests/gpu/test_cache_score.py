@@ -19,15 +19,17 @@ from kvlab.arrays import cuda_view
 from kvlab.cache import score
 from kvlab.cache.cpu import _scale_of_importance
 from kvlab.cache.importance import SPAN, make_policy, weight_of_collection
-from kvlab.ops.cuda.packed import kept_page_bytes
+from kvlab.ops.cuda.packed import kept_quad_bytes
 from kvlab.ops.packed import mass_from_scores
 from kvlab.pages import decode_importance, encode_importance
 from kvlab.reference import packed as reference
-from kvlab.reference.cache_layer import Layer
+from kvlab.reference.cache_layer import PAGE, QUAD, UNIT, Layer
 from tests.gpu.test_cache_plan import Device
 from tests.plans import Simulation, draw_tokens, empty_layer, tables_of
 
 TOKENS = 40  # since the last collection
+QUADS = 20
+ENTRIES = QUAD * QUADS
 DTYPES = {torch.float16: np.dtype(np.float16), torch.bfloat16: np.dtype(ml_dtypes.bfloat16)}
 
 
@@ -125,18 +127,15 @@ def test_vectors_between_16_bytes_are_refused() -> None:
 
 def stored_layer() -> tuple[Simulation, Device, torch.Tensor, np.ndarray, torch.Tensor, np.ndarray]:
     rng = np.random.default_rng(5)
-    layer = empty_layer("2348", 2, 2, 30, 400_000, 200)
+    layer = empty_layer("2348", 2, 2, ENTRIES, 400_000, 800)
     simulation = Simulation(layer, "2348")
     simulation.change(draw_tokens(rng, 2, 2, 900, 0, "padded"))
-    scores = rng.normal(-9, 3, (2, 2, 30, 6, 64)).astype(np.float32)
+    scores = rng.normal(-9, 3, (2, 2, QUADS, 6, 64)).astype(np.float32)
     lse = rng.normal(-3, 1, (2, 6, 5)).astype(np.float32)
     lse[0, 3, 4], lse[1, 0, 3] = np.inf, -np.inf
-    unused = (
-        np.arange(64)
-        >= np.where(np.arange(30) < layer.num_pages.reshape(2, 2, 1), layer.count.reshape(2, 2, 30), 0)[
-            ..., None
-        ]
-    )
+    held = np.arange(ENTRIES) < layer.num_pages.reshape(2, 2, 1)
+    count = np.where(held, layer.count.reshape(2, 2, ENTRIES), 0)
+    unused = (np.arange(PAGE) >= count[..., None]).reshape(2, 2, QUADS, 64)
     hostile = np.where(unused[:, :, :, None], np.nan, scores).astype(np.float32)
     hostile[0, 1, :, 3] = np.nan  # the row whose lse is infinite
     exact = np.where(unused[:, :, :, None], -np.inf, scores)
@@ -147,8 +146,8 @@ def stored_layer() -> tuple[Simulation, Device, torch.Tensor, np.ndarray, torch.
 def test_mass_of_kept_scores() -> None:
     simulation, _, scores, exact, lse, exact_lse = stored_layer()
     layer = simulation.layer
-    shape = (2, 2, 30)
-    count = np.where(np.arange(30) < layer.num_pages.reshape(2, 2, 1), layer.count.reshape(shape), 77)
+    shape = (2, 2, ENTRIES)
+    count = np.where(np.arange(ENTRIES) < layer.num_pages.reshape(2, 2, 1), layer.count.reshape(shape), 77)
     pages = SimpleNamespace(
         rung=torch.from_numpy(layer.rung.reshape(shape)).cuda(),
         count=torch.from_numpy(count.astype(np.uint8)).cuda(),
@@ -162,6 +161,11 @@ def test_mass_of_kept_scores() -> None:
     assert np.abs(found - np.roll(expected, 1, 3)).max() > 1e-3 * expected.max()
 
 
+def in_order(codes: np.ndarray) -> np.ndarray:
+    """Codes (..., 64) by page and slot as bytes stand: of slot s of page q at 8 (s // 2) + 2 q + s % 2."""
+    return np.moveaxis(codes.reshape(*codes.shape[:-1], QUAD, PAGE // 2, 2), -3, -2).reshape(codes.shape)
+
+
 def kept_bytes(scores: np.ndarray, unused: np.ndarray) -> np.ndarray:
     """Scores (..., rows, 64) as attention keeps them, with anything in slots that are not used."""
     log2 = scores / np.log(2)
@@ -170,8 +174,8 @@ def kept_bytes(scores: np.ndarray, unused: np.ndarray) -> np.ndarray:
         unused[..., None, :], 77, np.clip(np.rint(255 + 8 * (log2 - reference[..., None])), 0, 255)
     )
     rows = scores.shape[-2]
-    kept = np.full((*scores.shape[:-2], kept_page_bytes(rows)), 255, np.uint8)
-    kept[..., : 64 * rows] = codes.reshape(*kept.shape[:-1], -1)
+    kept = np.full((*scores.shape[:-2], kept_quad_bytes(rows)), 255, np.uint8)
+    kept[..., : 64 * rows] = in_order(codes).reshape(*kept.shape[:-1], -1)
     kept[..., 64 * rows : 68 * rows] = reference.view(np.uint8)
     return kept
 
@@ -183,9 +187,9 @@ def test_codes_are_those_of_the_cpu_for_the_same_mass(importance: str, tokens: i
     simulation, *_ = stored_layer()
     rng, layer = np.random.default_rng(tokens), simulation.layer
     simulation.observe(rng)
-    orders = rng.integers(-20, 1, (4, 30, 64))
-    kept = np.full((1, 2, 2, 30, kept_page_bytes(1)), 255, np.uint8)
-    kept[0, ..., :64] = (255 + 8 * orders).clip(0).reshape(2, 2, 30, 64)
+    orders = rng.integers(-20, 1, (4, ENTRIES, PAGE))
+    kept = np.full((1, 2, 2, QUADS, kept_quad_bytes(1)), 255, np.uint8)
+    kept[0, ..., :64] = in_order((255 + 8 * orders).clip(0).reshape(2, 2, QUADS, 64))
     kept[0, ..., 64:68] = np.zeros(4, np.uint8)  # the reference of the row
     device = Device([layer])
     score.score_stored(
@@ -221,7 +225,7 @@ def test_stored_tokens_follow_what_they_receive(importance: str, own: int) -> No
     )
     for number in range(2):
         rounded = np.where(np.isneginf(exact), exact, reference.scores_of_bytes(kept[number], 6))
-        mass = reference.mass_from_scores(rounded, exact_lse).reshape(4, 30, 64).astype(np.float32)
+        mass = reference.mass_from_scores(rounded, exact_lse).reshape(4, ENTRIES, PAGE).astype(np.float32)
         check_following(simulation.layer, device.table(number, "arena"), mass, importance, own)
 
 
@@ -230,12 +234,12 @@ def check_following(layer: Layer, after: np.ndarray, mass: np.ndarray, importanc
     update, length, before = make_policy(importance, 0.75).update, layer.seqlen - own, layer.arena
     seen, young = np.zeros(len(before), bool), 0
     for pair in range(4):
-        for e in range(layer.num_pages[pair]):
+        for e in np.flatnonzero(layer.count[pair, : layer.num_pages[pair]]):
             r, n = int(layer.rung[pair, e]), int(layer.count[pair, e])
-            at = int(layer.index[pair, e]) * 64 + layer.rungs[r].tail
+            at = int(layer.index[pair, e]) * UNIT + layer.rungs[r].tail
             positions = before[at : at + 2 * n].view(np.uint16) + (int(layer.base[pair, e]) << 16)
             stored = positions < length
-            at = at + 128 + np.flatnonzero(stored)
+            at = at + 2 * PAGE + np.flatnonzero(stored)
             old, received = decode_importance(before[at]), mass[pair, e, :n][stored]
             new = update(old, received, positions[stored], length, TOKENS)
             assert_close(after[at], encode_importance(new))

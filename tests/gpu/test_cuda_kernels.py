@@ -30,6 +30,7 @@ from tests.gpu.packed_cases import (
     on_device,
     to_numpy,
     to_torch,
+    used_quads,
 )
 
 WIDTHS = (2, 3, 4, 8, 16)
@@ -80,15 +81,16 @@ def test_scores_kept_as_bytes_are_those_of_float32_rounded(group: int, softcap: 
     pages = draw_pages(18, "bfloat16", 128, MIXED, np.array([[20, 9], [0, 33]]))
     q = draw_queries(18, "bfloat16", 2, 3, 2 * group, 128) * np.float32(2).astype(DTYPES["bfloat16"])
     whole = attend(packed_cuda, q, pages, keep_scores=2, softcap=softcap)
-    table = tuple(pages.rung.shape)
-    kept = torch.full((*table, packed_cuda.kept_page_bytes(2 * group)), 77, dtype=torch.uint8, device="cuda")
+    used = used_quads(pages)
+    kept = torch.full(
+        (*used.shape, packed_cuda.kept_quad_bytes(2 * group)), 77, dtype=torch.uint8, device="cuda"
+    )
     out, lse = torch.empty_like(whole.out), torch.empty_like(whole.lse)
     workspace = packed_cuda.make_workspace(out, 4, 3 * group, 128)
     options = {"scale": 128**-0.5, "softcap": softcap, "scores": kept}
     packed_cuda.attend(to_torch(q), on_device(pages), out, lse, workspace, **options)
     assert torch.equal(out, whole.out)
     assert torch.equal(lse, whole.lse)
-    used = np.arange(table[2]) < pages.num_pages[..., None]
     exact = whole.scores[torch.from_numpy(used).cuda()].double().cpu().numpy()
     found = reference.scores_of_bytes(kept.cpu().numpy(), 2 * group)[used]
     kept_ones = np.isfinite(found)
@@ -101,7 +103,7 @@ def test_scores_kept_as_bytes_are_those_of_float32_rounded(group: int, softcap: 
 
 
 def test_many_sequences_share_blocks(backend: Any) -> None:
-    """More sequences than thread blocks, of one to a few pages and some empty."""
+    """More sequences than thread blocks, of one to a few quads and some empty."""
     lengths = np.random.default_rng(0).integers(0, 4, (50, 8))
     pages = draw_pages(9, "bfloat16", 64, ((2, 2), (8, 8)), lengths)
     check(backend, draw_queries(9, "bfloat16", 50, 1, 16, 64), pages)
@@ -160,23 +162,23 @@ def test_values_of_any_size(backend: Any, dtype: str, order: str) -> None:
         for rung, index, step in zip(pages.rung[0, head], pages.index[0, head], steps, strict=False):
             layout = pages.layouts[rung]
             if layout.bits_v < 16:
-                noise = rng.integers(0, 8, 64, np.uint8)
-                pages.pools[rung][index, layout.v_steps : layout.v_steps + 64] = step + noise * (step > 0)
+                noise = rng.integers(0, 8, 16, np.uint8)
+                pages.pools[rung][index, layout.v_steps : layout.v_steps + 16] = step + noise * (step > 0)
     check(backend, draw_queries(14, dtype, 1, 1, 4, 64), pages)
 
 
 def test_lengths_that_differ_a_little(backend: Any) -> None:
-    """One page or none, and 29 to 31: few enough apart for the division that reads no other length."""
+    """One quad or none, and 29 to 31: few enough apart for the division that reads no other length."""
     for seed, lengths in enumerate((np.ones((4, 8), int), np.arange(32).reshape(4, 8) % 3 + 29)):
         lengths[1, 3] -= 1
         pages = draw_pages(seed, "bfloat16", 64, MIXED, lengths)
         check(backend, draw_queries(seed, "bfloat16", 4, 1, 16, 64), pages)
 
 
-@pytest.mark.parametrize("begin", [16, 64])
+@pytest.mark.parametrize("begin", [16, 48, 64])
 @pytest.mark.parametrize("widths", [MIXED, MIXED[:4]], ids=["16", "8"])
 def test_pools_may_begin_anywhere(begin: int, widths: tuple[tuple[int, int], ...]) -> None:
-    """At odd multiples of 16 and 64 bytes, to which slots of shared memory are laid alike."""
+    """At odd multiples of 16 and 64 bytes, to which pages in shared memory are laid alike."""
     pages = draw_pages(12, "bfloat16", 128, widths, np.array([[60, 33]]))
     q, device = draw_queries(12, "bfloat16", 1, 1, 8, 128), on_device(pages)
     expected = attend(packed_cuda, q, pages).out
@@ -192,8 +194,8 @@ def test_pools_may_begin_anywhere(begin: int, widths: tuple[tuple[int, int], ...
 
 def test_a_million_tokens(backend: Any) -> None:
     """64 pages again and again: the same output, and a log-sum-exp larger by the logarithm of the repeats."""
-    repeats = 250
-    pages = draw_pages(15, "bfloat16", 64, ((2, 2), (4, 4)), np.array([[64]]), full=True)
+    repeats = 1000
+    pages = draw_pages(15, "bfloat16", 64, ((2, 2), (4, 4)), np.array([[16]]), full=True)
     q = draw_queries(15, "bfloat16", 1, 1, 4, 64)
     names = ("rung", "count", "index", "base")
     tiled = {name: np.tile(getattr(pages, name)[..., :64], repeats) for name in names}
@@ -245,7 +247,7 @@ def test_only_empty_pages(backend: Any) -> None:
 
 def test_nan_of_a_live_token_shows(backend: Any) -> None:
     pages = draw_pages(2, "bfloat16", 128, ((4, 4),), np.array([[9, 9]]), full=True)
-    pages.pools[0][pages.index[0, 1, 4], pages.layouts[0].v_steps + 17] = 0xFF
+    pages.pools[0][pages.index[0, 1, 4], pages.layouts[0].v_steps + 7] = 0xFF
     out = to_numpy(attend(backend, draw_queries(2, "bfloat16", 1, 1, 8, 128), pages).out).astype(np.float32)
     assert np.isnan(out[0, 0, 4:]).all()
     assert np.isfinite(out[0, 0, :4]).all()
@@ -257,7 +259,7 @@ def test_comparison_refuses_wrong_answers() -> None:
     out = reference.packed_attention(q, pages)[0]
     low_out, _ = low_precision(q, pages)
     shifted = LayerPages(**(vars(pages) | {"k_mean": np.zeros_like(pages.k_mean)}))
-    fewer = LayerPages(**(vars(pages) | {"num_pages": pages.num_pages - 1}))
+    fewer = LayerPages(**(vars(pages) | {"num_pages": pages.num_pages - 4}))
     for wrong in (
         np.zeros_like(out),
         out[:, :, ::-1],
@@ -294,7 +296,7 @@ def test_same_bits_again_and_in_a_graph_that_follows_the_lengths(backend: Any) -
             result.zero_()
     if backend is packed_cuda:
         assert not workspace.semaphores.any()
-    shorter = LayerPages(**(vars(pages) | {"num_pages": np.array([[17, 0]], np.int32)}))
+    shorter = LayerPages(**(vars(pages) | {"num_pages": np.array([[68, 0]], np.int32)}))
     device.num_pages.copy_(torch.from_numpy(shorter.num_pages))
     graph.replay()
     expected, low = reference.packed_attention(q, shorter)[0], low_precision(q, shorter)[0]

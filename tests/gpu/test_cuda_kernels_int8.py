@@ -24,6 +24,7 @@ from tests.gpu.packed_cases import (
     on_device,
     to_numpy,
     to_torch,
+    used_quads,
 )
 from tests.gpu.test_cuda_kernels_window import WINDOW_STARTS, spread, unread
 
@@ -81,9 +82,9 @@ def test_values_of_any_size(dtype: str, order: str, size: int) -> None:
         for rung, index, step in zip(pages.rung[0, head], pages.index[0, head], steps, strict=False):
             layout = pages.layouts[rung]
             own = (
-                rng.integers(0, most, 64) if order == "within" else step + rng.integers(0, 8, 64) * (step > 0)
+                rng.integers(0, most, 16) if order == "within" else step + rng.integers(0, 8, 16) * (step > 0)
             )
-            pages.pools[rung][index, layout.v_steps : layout.v_steps + 64] = own
+            pages.pools[rung][index, layout.v_steps : layout.v_steps + 16] = own
     check(packed_cuda, draw_queries(14, dtype, 1, 1, 8 * size, 64), pages)
 
 
@@ -103,18 +104,19 @@ def test_kept_scores(softcap: float, size: int) -> None:
     q = draw_queries(18, "bfloat16", 2, 2, 4 * size, 128) * np.float32(3).astype(DTYPES["bfloat16"])
     check(packed_cuda, q, pages, keep_scores=1, softcap=softcap)
     whole = attend(packed_cuda, q, pages, keep_scores=2, softcap=softcap)
-    table = tuple(pages.rung.shape)
-    kept = torch.full((*table, packed_cuda.kept_page_bytes(4 * size)), 77, dtype=torch.uint8, device="cuda")
+    used = used_quads(pages)
+    kept = torch.full(
+        (*used.shape, packed_cuda.kept_quad_bytes(4 * size)), 77, dtype=torch.uint8, device="cuda"
+    )
     out, lse = torch.empty_like(whole.out), torch.empty_like(whole.lse)
     workspace = packed_cuda.make_workspace(out, 4, 4 * size, 128)
     options = {"scale": 128**-0.5, "softcap": softcap, "scores": kept}
     packed_cuda.attend(to_torch(q), on_device(pages), out, lse, workspace, **options)
     assert torch.equal(out, whole.out)
-    used = np.arange(table[2]) < pages.num_pages[..., None]
     exact = whole.scores[torch.from_numpy(used).cuda()].double().cpu().numpy()
     found = reference.scores_of_bytes(kept.cpu().numpy(), 4 * size)[used]
     kept_ones = np.isfinite(found)
-    assert kept_ones.sum() > 0.9 * np.isfinite(exact).sum()
+    assert kept_ones.sum() > 0.8 * np.isfinite(exact).sum()  # others are 24 binary orders below the largest
     assert np.abs(found[kept_ones] - exact[kept_ones]).max() <= 0.08 * np.log(2)
     shifted = np.roll(found, 1, -1)[kept_ones]  # negative control; what was not kept is infinitely far away
     assert (np.abs(shifted - exact[kept_ones]) > 0.08).mean() > 0.5
@@ -159,7 +161,7 @@ def test_the_same_bits_again_and_in_a_graph_that_follows_the_lengths(size: int) 
         graph.replay()
         assert np.array_equal(to_numpy(out).view(np.int16), first.view(np.int16))
     assert not workspace.semaphores.any()
-    device.num_pages.copy_(torch.tensor([[17, 0]]))
+    device.num_pages.copy_(torch.tensor([[68, 0]]))
     graph.replay()
-    shorter = type(pages)(**(vars(pages) | {"num_pages": np.array([[17, 0]], np.int32)}))
+    shorter = type(pages)(**(vars(pages) | {"num_pages": np.array([[68, 0]], np.int32)}))
     assert_accurate(to_numpy(out), reference.packed_attention(q, shorter)[0], low_precision(q, shorter)[0])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvlab.pages import LayerPages
+from kvlab.pages import NO_PAGE, LayerPages
 from tests.gpu import packed_cases
 from tests.gpu.packed_cases import MIXED, attend, check, draw_pages, draw_queries, own_pool, to_numpy
 
@@ -17,16 +17,22 @@ backend = packed_cases.each_backend
 WINDOW_STARTS = (1 << 16) + 30_000
 
 
+def pages_of(pages: LayerPages) -> list[tuple[int, ...]]:
+    """Entries that have a page."""
+    used = np.arange(pages.rung.shape[2]) < pages.num_pages[..., None]
+    return list(map(tuple, np.argwhere(used & (pages.index != NO_PAGE))))
+
+
 def spread(pages: LayerPages, seed: int) -> LayerPages:
     """Give tokens positions, those of a page near each other: a third of the pages about WINDOW_STARTS."""
     rng = np.random.default_rng(seed)
-    for at in map(tuple, np.argwhere(np.arange(pages.rung.shape[2]) < pages.num_pages[..., None])):
+    for at in pages_of(pages):
         near = rng.random() < 0.3
         pages.base[at] = 1 if near else rng.integers(0, 3)
         start = 29_980 if near else rng.integers(0, 65_000)
         record = pages.pools[pages.rung[at]][pages.index[at]]
         layout = pages.layouts[pages.rung[at]]
-        layout.positions_in(record[None])[0] = start + rng.integers(0, 50 if near else 500, 64)
+        layout.positions_in(record[None])[0] = start + rng.integers(0, 50 if near else 500, 16)
     return pages
 
 
@@ -34,7 +40,7 @@ def unread(pages: LayerPages, first_position: np.ndarray, left: int) -> LayerPag
     """The same pages, all NaN but for the positions where the window of no query reaches."""
     hostile = dataclasses.replace(pages, pools=tuple(map(own_pool, pages.pools, pages.layouts)))
     hidden = 0
-    for at in map(tuple, np.argwhere(np.arange(pages.rung.shape[2]) < pages.num_pages[..., None])):
+    for at in pages_of(pages):
         layout, pool = pages.layouts[pages.rung[at]], hostile.pools[pages.rung[at]]
         offsets = layout.positions_in(pool)[pages.index[at], : pages.count[at]].astype(int)
         if ((int(pages.base[at]) << 16) + offsets < first_position[at[0]] - left).all():

@@ -1,6 +1,6 @@
 """Packed attention on a GPU: shapes that hypothesis chooses, few specialisations of the kernel.
 
-What goes wrong with a shape, such as a division of pages among blocks that leaves a head out, goes wrong for
+What goes wrong with a shape, such as a division of quads among blocks that leaves a head out, goes wrong for
 all widths; so widths are few and sizes many.
 """
 
@@ -27,7 +27,7 @@ KINDS = st.sampled_from(
 
 @st.composite
 def tables(draw: st.DrawFn) -> np.ndarray:
-    """Numbers of pages (batch, KV heads): all equal, nearly so, random, or one sequence far longer."""
+    """Numbers of quads (batch, KV heads): all equal, nearly so, random, or one sequence far longer."""
     shape = draw(st.integers(1, 4)), draw(st.integers(1, 10))
     rng = np.random.default_rng(draw(SEEDS))
     most = draw(st.sampled_from([1, 3, 12, 25]))

@@ -107,7 +107,7 @@ def test_every_change_is_that_of_the_oracle(story: dict) -> None:
 
 def test_new_pages_are_cut_down_as_by_the_oracle() -> None:
     rng = np.random.default_rng(0)
-    simulation = Compared(empty_layer("2348", 2, 2, 80, 150_000, 400), "2348")
+    simulation = Compared(empty_layer("2348", 2, 2, 160, 150_000, 800), "2348")
     simulation.change(draw_tokens(rng, 2, 2, 700, 0, "normal"))
     simulation.layer.budget[:] = 90_000
     new = draw_tokens(rng, 2, 2, 200, 700, "padded")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvlab.numba_kernels.cpu.steps import DECODED, RAW, encode_vector
+from kvlab.numba_kernels.cpu.steps import DECODED, RAW, encode_vector, log_of_block, rotate_row
 from numba import njit
 from numpy.typing import NDArray
 
@@ -23,13 +23,23 @@ POISON = np.float32(np.nan)
 head_dims = st.sampled_from(HEAD_DIMS)
 
 
+@njit
+def _rotate_all(x: Any, n: int, frames: Any, of_row: Any, out: Any) -> None:
+    for i in range(len(of_row)):
+        rotate_row(x, i * n, n, log_of_block(n), frames, of_row[i], out)
+
+
 def rotated(
     x: NDArray[np.float32], mean: NDArray[np.float16] | None = None, of_row: NDArray[np.int64] | None = None
 ) -> NDArray[np.float32]:
-    before = x.copy(), None if mean is None else mean.copy()
-    out = pages.rotate_vectors(x, mean, of_row)
+    means = np.empty((0, x.shape[1]), np.float16) if mean is None else mean
+    before, out = (x.copy(), means.copy()), np.full_like(x, POISON)
+    frames = pages.prepared_frames(means, np.zeros(means.shape, np.uint8))
+    _rotate_all(
+        x.reshape(-1), x.shape[1], frames, np.full(len(x), -1) if of_row is None else of_row, out.reshape(-1)
+    )
     assert_same_bits(x, before[0])
-    assert mean is None or np.array_equal(mean, before[1], equal_nan=True)
+    assert np.array_equal(means, before[1], equal_nan=True)
     return out
 
 

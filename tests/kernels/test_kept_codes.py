@@ -31,10 +31,11 @@ def codes_of(scores: NDArray[np.float32], reach: float) -> NDArray[np.uint8]:
 def read_back(codes: NDArray[np.uint8], reference: float) -> NDArray[Any]:
     """Scores in base 2, of rows of 64 codes that are all relative to `reference`."""
     nbytes = -(-68 * len(codes) // 16) * 16
-    page = np.full(nbytes, 0xFF, np.uint8)
-    page[: codes.size] = codes.reshape(-1)
-    page[codes.size : codes.size + 4 * len(codes)].view(np.float32)[:] = reference
-    return scores_of_bytes(page, len(codes)) / np.log(2)
+    quad = np.full(nbytes, 0xFF, np.uint8)
+    of_lanes = codes.reshape(-1, 4, 8, 2).swapaxes(1, 2)  # a lane group has two slots of each page
+    quad[: codes.size] = of_lanes.reshape(-1)
+    quad[codes.size : codes.size + 4 * len(codes)].view(np.float32)[:] = reference
+    return scores_of_bytes(quad, len(codes)) / np.log(2)
 
 
 @given(

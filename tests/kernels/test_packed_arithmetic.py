@@ -23,12 +23,12 @@ F32 = np.float32
 Array = NDArray[Any]
 HEAD_DIM, ROWS = 32, 3
 SLACK, EMPTY = F32(8), F32(-np.inf)
-# Where a code stands in the 16 bits of its number: in even and odd rows of a tile, and how much higher in
-# columns 8 to 15 (Fields in pages/codes.cuh).
-EVEN, ODD, RIGHT = {2: 0, 3: 1, 4: 0, 8: 0}, {2: 2, 3: 4, 4: 4, 8: 0}, {2: 4, 3: 0, 4: 0, 8: 0}
+# Where a code stands in the 16 bits of its number: in even and odd rows of a tile, and how much higher in the
+# second of two tiles (Fields in pages/codes.cuh).
+EVEN, ODD, SECOND = {2: 0, 3: 1, 4: 0, 8: 0}, {2: 2, 3: 4, 4: 4, 8: 0}, {2: 4, 3: 0, 4: 0, 8: 0}
 TILES, WORDS = {2: 2, 3: 4, 4: 1, 8: 1}, {2: 1, 3: 3, 4: 1, 8: 2}
 
-SLOT, CHANNEL = np.meshgrid(np.arange(64), np.arange(HEAD_DIM), indexing="ij")
+CHANNEL = np.arange(HEAD_DIM)
 
 
 def subnormal(codes: Array, bit: Array) -> Array:
@@ -38,20 +38,35 @@ def subnormal(codes: Array, bit: Array) -> Array:
     return bits.view(np.float16).astype(np.float64)
 
 
+def groups_of(bits: int, tiles: int) -> list[tuple[int, int, int, int]]:
+    """Tiles that share words: the first, how many, their first word, how many; the last have one each."""
+    whole, count = tiles // TILES[bits], WORDS[bits]
+    groups = [(i * TILES[bits], TILES[bits], i * count, count) for i in range(whole)]
+    left = range(tiles % TILES[bits])
+    return groups + [(whole * TILES[bits] + i, 1, whole * count + i, 1) for i in left]
+
+
+def words_of(bits: int, tiles: int) -> int:
+    """Words that a lane has of a side of so many tiles."""
+    return sum(group[3] for group in groups_of(bits, tiles))
+
+
 def expand(bits: int, words: Array) -> list[Array]:
-    """Words (WORDS, lanes) to the registers of the tiles that share them: 4 * TILES arrays (lanes,)."""
+    """Words (words, lanes) to the registers of the tiles that share them: four arrays (lanes,) a tile."""
 
     def at(x: Array, bit: int) -> Array:
         return x & np.uint32((((1 << bits) - 1) << bit) * 0x10001)
 
-    even, odd, right = EVEN[bits], ODD[bits], RIGHT[bits]
+    even, odd, second = EVEN[bits], ODD[bits], SECOND[bits]
     if bits == 2:
         parts = [words[0], words[0] >> 8]
-        return [at(x, bit) for x in parts for bit in (even, odd, even + right, odd + right)]
+        return [at(x, bit + of_tile) for of_tile in (0, second) for x in parts for bit in (even, odd)]
     if bits == 4:
         return [at(words[0] >> (8 * i), bit) for i in range(2) for bit in (even, odd)]
     if bits == 8:
         return [at(w, 0) if r == 0 else w >> 8 & 0x00FF00FF for w in words for r in range(2)]
+    if len(words) == 1:
+        return [at(words[0] << 1, 1), at(words[0], 4), at(words[0] >> 7, 1), at(words[0] >> 8, 4)]
     registers = []
     for p in range(15):
         stands, wanted = 1 + 3 * (p % 5), odd if p % 2 else even
@@ -63,43 +78,43 @@ def expand(bits: int, words: Array) -> list[Array]:
     return [*registers, np.asarray(last, np.uint32)]
 
 
+def draw_words(bits: int, head_dim: int, side: str) -> tuple[Array, Array]:
+    """Random codes of a side of a page, (16, head_dim), and its words, (words, lanes); unused bits set."""
+    codes = np.random.default_rng(bits).integers(0, 1 << bits, (16, head_dim))
+    stream = np.ones(32 * 32 * words_of(bits, head_dim // 16), np.uint8)
+    stream[bit_address(bits, head_dim, side)] = codes[..., None] >> np.arange(bits) & 1
+    return codes, np.packbits(stream, bitorder="little").view("<u4").reshape(-1, 32)
+
+
+def put_element(found: Array, side: str, tile: int, row: Array, column: Array, value: Array) -> None:
+    """Store what a tile of K (tokens x channels) or V (channels x tokens) has at a row and column."""
+    token, channel = (row, column) if side == "k" else (column, row)
+    found[2 * (token % 8) + token // 8, 16 * tile + channel] = value
+
+
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("side", ["k", "v"])
-def test_masked_words_are_the_codes(bits: int, side: str) -> None:
-    rng = np.random.default_rng(bits)
-    codes = rng.integers(0, 1 << bits, (64, HEAD_DIM))
-    stream = np.zeros(64 * HEAD_DIM * bits, np.uint8)
-    stream[bit_address(bits, HEAD_DIM, side)] = codes[..., None] >> np.arange(bits) & 1
-    words = np.packbits(stream, bitorder="little").view("<u4").reshape(-1, WORDS[bits], 32)
-    found = np.zeros((64, HEAD_DIM), np.float64)
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 112])
+def test_masked_words_are_the_codes(bits: int, side: str, head_dim: int) -> None:
+    codes, words = draw_words(bits, head_dim, side)
+    found = np.full(codes.shape, np.nan)
     g, u = np.arange(32) // 4, np.arange(32) % 4
-    for group, own in enumerate(words):
-        for p, register in enumerate(expand(bits, own)):
-            tile, r = group * TILES[bits] + p // 4, p % 4
-            row = g + 8 * (r % 2)
+    for first, count, word, words_of_group in groups_of(bits, head_dim // 16):
+        registers = expand(bits, words[word : word + words_of_group])
+        for p, register in enumerate(registers[: 4 * count]):
+            tile, r = first + p // 4, p % 4
             for half in range(2):
-                column = 2 * u + half + 8 * (r // 2)
                 value = (register >> (16 * half) & 0xFFFF).astype(np.uint16).view(np.float16)
-                unit = 2.0 ** (24 - (ODD if r % 2 else EVEN)[bits] - RIGHT[bits] * (r // 2))
-                if side == "k":
-                    slot, channel = (
-                        slot_of(row, tile // (HEAD_DIM // 16)),
-                        16 * (tile % (HEAD_DIM // 16)) + column,
-                    )
-                else:
-                    slot, channel = slot_of(column, tile % 4), 16 * (tile // 4) + row
-                found[slot, channel] = value.astype(np.float64) * unit
+                unit = 2.0 ** (24 - (ODD if r % 2 else EVEN)[bits] - SECOND[bits] * (tile % 2))
+                put_element(
+                    found, side, tile, g + 8 * (r % 2), 2 * u + half + 8 * (r // 2), value.astype(F32) * unit
+                )
     assert np.array_equal(found, codes)
 
 
-def slot_of(row: Array, block: int) -> Array:
-    """The slot that is a row (of K, a column of V) of a token block."""
-    return 8 * (row % 8) + 2 * block + row // 8
-
-
 @dataclass
-class Page:
-    """Codes and step bytes of K and V; `count` slots are in use."""
+class Quad:
+    """Codes and step bytes of K and V of four pages; `count` slots are in use."""
 
     bits: int
     count: int
@@ -111,7 +126,7 @@ class Page:
 
 @dataclass
 class State:
-    """The accumulators of a warp, between pages."""
+    """The accumulators of a warp, between quads."""
 
     bits: int = 0
     out: Array = field(default_factory=lambda: np.zeros((ROWS, HEAD_DIM), F32))
@@ -126,8 +141,18 @@ def unit_of(bits: int) -> Array:
     """What codes of `bits` are multiplied by in `out`, for each channel."""
     if bits == 0:
         return np.ones(HEAD_DIM, F32)
-    odd = np.arange(HEAD_DIM) % 16 >= 8
-    return np.exp2(np.where(odd, ODD[bits], EVEN[bits]) - 25.0).astype(F32)
+    return np.exp2(channel_bit(bits) - 25.0).astype(F32)
+
+
+def channel_bit(bits: int) -> Array:
+    """Where codes of values stand, for each channel: a row of a tile."""
+    bit: Array = np.where(CHANNEL % 16 >= 8, ODD[bits], EVEN[bits]) + second_bit(bits)
+    return bit
+
+
+def second_bit(bits: int) -> Array:
+    """How much higher codes stand in second tiles, for each channel."""
+    return SECOND[bits] * (CHANNEL // 16 % 2)
 
 
 def change_frame(state: State, bits: int) -> None:
@@ -136,32 +161,29 @@ def change_frame(state: State, bits: int) -> None:
     state.bits = bits
 
 
-def attend(state: State, page: Page, q: Array, with_rest: bool) -> None:
-    """One page against queries (ROWS, HEAD_DIM) that hold the scale and the logarithm to base 2."""
-    bits, slots = page.bits, np.arange(64)
-    used = slots < page.count
+def attend(state: State, quad: Quad, q: Array, with_rest: bool) -> None:
+    """One quad against queries (ROWS, HEAD_DIM) that hold the scale and the logarithm to base 2."""
+    bits, slots = quad.bits, np.arange(64)
+    used = slots < quad.count
     # Queries of float16 with one power of 2, in two parts if the cache is of float16; scores of raw codes.
     exponent = int(np.float32(np.abs(q).max()).view(np.uint32)) >> 23
     e = max(min(141 - exponent, 100), -100)
     rounded = (q * F32(2.0**e)).astype(np.float16)
     assert np.isfinite(rounded).all()
     rest = (q * F32(2.0**e) - rounded).astype(np.float16) * np.float16(with_rest)
-    right = CHANNEL[0] % 16 >= 8
-    factors = sum(
-        np.where(right, part * np.float16(2.0 ** -RIGHT[bits]), part).astype(np.float64)
-        for part in (rounded, rest)
-    )
+    lowered = np.exp2(-second_bit(bits)).astype(np.float16)
+    factors = sum((part * lowered).astype(np.float64) for part in (rounded, rest))
     total = (rounded.astype(np.float64) + rest).sum(1)
     row_bit = np.where(slots % 2, ODD[bits], EVEN[bits])
-    tile = subnormal(page.k, row_bit[:, None] + RIGHT[bits] * right)
+    tile = subnormal(quad.k, row_bit[:, None] + second_bit(bits))
     middle = -((1 << bits) - 1) * 0.5 / (1 << 24) * 2.0**row_bit
     raw = (factors @ tile.T + total[:, None] * middle).astype(F32)
-    factor = STEPS[page.k_steps] * (F32(2.0 ** (25 - e)) / F32(2) ** row_bit.astype(F32))
+    factor = STEPS[quad.k_steps] * (F32(2.0 ** (25 - e)) / F32(2) ** row_bit.astype(F32))
     s = raw * factor - state.reference[:, None]
     s[:, ~used] = -np.inf
 
     # The reference follows the maximum, the lift the largest step.
-    steps = np.where(used, STEPS[page.v_steps], 0)
+    steps = np.where(used, STEPS[quad.v_steps], 0)
     top = s.max(1)
     lift_changes = steps.max() > state.limit
     if (top > state.reach).any() or (lift_changes and np.isfinite(top).any()):
@@ -187,13 +209,9 @@ def attend(state: State, page: Page, q: Array, with_rest: bool) -> None:
     assert np.isfinite(weights).all(), "p times step overflows"
     if state.bits != bits:
         change_frame(state, bits)
-    odd_slot = slots % 2 == 1
-    lowered = np.where(odd_slot, weights * np.float16(2.0 ** -RIGHT[bits]), weights).astype(np.float64)
-    channel_bit = np.where(right, ODD[bits], EVEN[bits])
-    tile = subnormal(page.v, channel_bit + RIGHT[bits] * odd_slot[:, None])
-    constant = -((1 << bits) - 1) * np.where(odd_slot, 2.0 ** RIGHT[bits], 1)
-    state.out = (state.out + lowered @ tile).astype(F32)
-    state.centre = (state.centre + lowered @ constant).astype(F32)
+    tile = subnormal(quad.v, channel_bit(bits) + np.zeros_like(quad.v))
+    state.out = (state.out + weights.astype(np.float64) @ tile).astype(F32)
+    state.centre = (state.centre - weights.astype(np.float64).sum(1) * ((1 << bits) - 1)).astype(F32)
 
 
 def result(state: State) -> tuple[Array, Array]:
@@ -207,10 +225,10 @@ def values_of(codes: Array, steps: Array, bits: int) -> Array:
 
 
 @st.composite
-def page_lists(draw: st.DrawFn) -> tuple[list[Page], Array]:
-    """Up to six pages whose steps of V lie anywhere between 0 and 500, and queries with scores up to 50."""
+def quad_lists(draw: st.DrawFn) -> tuple[list[Quad], Array]:
+    """Up to six quads whose steps of V lie anywhere between 0 and 500, and queries with scores up to 50."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    pages = []
+    quads = []
     for _ in range(draw(st.integers(1, 6))):
         bits, count = draw(st.sampled_from([2, 3, 4, 8])), draw(st.integers(1, 64))
         low = draw(st.integers(0, 180))
@@ -218,20 +236,20 @@ def page_lists(draw: st.DrawFn) -> tuple[list[Page], Array]:
         k_steps = np.abs(STEPS[:0xF8] - F32(1.5 / (1 << bits))).argmin() + rng.integers(-4, 5, 64)
         v_steps = low + rng.integers(0, draw(st.integers(1, 12)), 64)
         v_steps[count:] = 0xFF  # NaN, and must not matter
-        pages.append(Page(bits, count, k, v, k_steps.astype(np.uint8), v_steps.astype(np.uint8)))
+        quads.append(Quad(bits, count, k, v, k_steps.astype(np.uint8), v_steps.astype(np.uint8)))
     q = (
         rng.standard_normal((ROWS, HEAD_DIM))
         * 10.0 ** np.array(draw(st.tuples(*[st.integers(-3, 0)] * ROWS)))[:, None]
     )
-    return pages, (q * draw(st.sampled_from([0.1, 1.0, 5.0]))).astype(np.float16)
+    return quads, (q * draw(st.sampled_from([0.1, 1.0, 5.0]))).astype(np.float16)
 
 
-def judge(pages: list[Page], q: Array, out: Array, lse: Array, with_rest: bool = False) -> float:
+def judge(quads: list[Quad], q: Array, out: Array, lse: Array, with_rest: bool = False) -> float:
     """Return the error over what rounding p to 11 bits and q to 11, `with_rest` to 19, can explain."""
     scale = HEAD_DIM**-0.5
     k, v = (
         np.concatenate(
-            [values_of(getattr(p, side), getattr(p, f"{side}_steps"), p.bits)[: p.count] for p in pages]
+            [values_of(getattr(p, side), getattr(p, f"{side}_steps"), p.bits)[: p.count] for p in quads]
         )
         for side in ("k", "v")
     )
@@ -248,41 +266,41 @@ def judge(pages: list[Page], q: Array, out: Array, lse: Array, with_rest: bool =
     return float(np.max(errors))
 
 
-def attend_all(pages: list[Page], q: Array, with_rest: bool = False) -> tuple[Array, Array]:
+def attend_all(quads: list[Quad], q: Array, with_rest: bool = False) -> tuple[Array, Array]:
     state = State()
-    for page in pages:
-        attend(state, page, (q.astype(np.float64) * HEAD_DIM**-0.5 / np.log(2)).astype(F32), with_rest)
+    for quad in quads:
+        attend(state, quad, (q.astype(np.float64) * HEAD_DIM**-0.5 / np.log(2)).astype(F32), with_rest)
     return result(state)
 
 
 @pytest.mark.parametrize("with_rest", [False, True])
-@given(case=page_lists())
-def test_results_are_as_close_as_promised(with_rest: bool, case: tuple[list[Page], Array]) -> None:
+@given(case=quad_lists())
+def test_results_are_as_close_as_promised(with_rest: bool, case: tuple[list[Quad], Array]) -> None:
     """Whatever the widths, in whatever order, however large steps and queries."""
     assert judge(*case, *attend_all(*case, with_rest), with_rest) <= 1
 
 
-def ordinary_pages() -> tuple[list[Page], Array]:
-    """Full pages of every width, with steps as normal numbers have them, and queries."""
+def ordinary_quads() -> tuple[list[Quad], Array]:
+    """Full quads of every width, with steps as normal numbers have them, and queries."""
     rng = np.random.default_rng(0)
-    pages = []
+    quads = []
     for bits in (2, 3, 4, 8, 2):
         near = np.abs(STEPS[:0xF8] - F32(1.5 / (1 << bits))).argmin()
         codes, steps = rng.integers(0, 1 << bits, (2, 64, HEAD_DIM)), near + rng.integers(-4, 5, (2, 64))
-        pages.append(Page(bits, 64, *codes, *steps.astype(np.uint8)))
+        quads.append(Quad(bits, 64, *codes, *steps.astype(np.uint8)))
     q = rng.standard_normal((ROWS, HEAD_DIM)).astype(np.float16)
-    return pages, q
+    return quads, q
 
 
 def test_the_judge_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
-    pages, q = ordinary_pages()
-    out, lse = attend_all(pages, q)
-    assert judge(pages, q, out, lse) <= 1
-    for wrong in (np.zeros_like(out), out[:, ::-1], attend_all(pages[1:], q)[0]):
-        assert judge(pages, q, wrong, lse) > 3
-    assert judge(pages, q, out, lse + F32(0.05)) > 3
-    assert judge(pages, q, out, lse, with_rest=True) > 1
+    quads, q = ordinary_quads()
+    out, lse = attend_all(quads, q)
+    assert judge(quads, q, out, lse) <= 1
+    for wrong in (np.zeros_like(out), out[:, ::-1], attend_all(quads[1:], q)[0]):
+        assert judge(quads, q, wrong, lse) > 3
+    assert judge(quads, q, out, lse + F32(0.05)) > 3
+    assert judge(quads, q, out, lse, with_rest=True) > 1
     right = unit_of
     for bits in (2, 3, 4, 8):
         monkeypatch.setattr(f"{__name__}.unit_of", lambda b, own=bits: right(b) * F32(1 + (b == own)))
-        assert judge(pages, q, *attend_all(pages, q)) > 3
+        assert judge(quads, q, *attend_all(quads, q)) > 3

@@ -1,7 +1,7 @@
-"""How packed attention divides its pages among thread blocks: every page once, every split awaited.
+"""How packed attention divides its quads among thread blocks: every quad once, every split awaited.
 
 `estimate_split` and `split_kv` of ``packed/split_kv.cuh`` in NumPy, in the same float32 arithmetic. A block
-finds its range alone, and the last block to arrive at a sequence adds up the splits of all that hold pages of
+finds its range alone, and the last block to arrive at a sequence adds up the splits of all that hold quads of
 it. So what all blocks find has to fit together, whatever the lengths: a block too many or too few leaves a
 head unwritten and a semaphore that is wrong for the next call.
 """
@@ -74,33 +74,33 @@ class WorkRange:
 
 
 def split_kv(grid: int, lengths: list[int], blocks: int) -> tuple[list[WorkRange], int, int]:
-    """`split_kv`: the range of every block, the pages in all, and how many blocks have any."""
+    """`split_kv`: the range of every block, the quads in all, and how many blocks have any."""
     pairs, longest, total = len(lengths), np.float32(max(lengths)), sum(lengths)
     mean_of_fewest = np.float32(total) * np.float32(grid // pairs)
     usual = blocks == 1 and pairs <= grid and longest > 0
     if usual and longest * np.float32(grid) <= BALANCED * mean_of_fewest:
         ranges = [WorkRange(0, 0, *map(int, x)) for x in zip(*estimated_split(grid, pairs), strict=True)]
         for b, range_ in enumerate(ranges):
-            pages = lengths[range_.number]
-            range_.num_splits = min(range_.num_splits, pages)
-            range_.end = max(pages - (b - range_.first_cta) + range_.num_splits - 1, 0) // max(
+            quads = lengths[range_.number]
+            range_.num_splits = min(range_.num_splits, quads)
+            range_.end = max(quads - (b - range_.first_cta) + range_.num_splits - 1, 0) // max(
                 range_.num_splits, 1
             )
         return ranges, total, grid
     total *= blocks
     ctas = min(grid, total)
-    per_page = np.float32(ctas) / np.float32(max(total, 1))
+    per_quad = np.float32(ctas) / np.float32(max(total, 1))
     whole = [WorkRange(total * b // ctas, total * (b + 1) // ctas) for b in range(ctas)]
     part: list[WorkRange] = [WorkRange() for _ in range(ctas)]
     balanced, start = blocks == 1, 0
-    for n, pages in enumerate(lengths):
-        first, beyond = (int(np.rint(np.float32(x) * per_page)) for x in (start, start + pages))
-        balanced = balanced and bool(np.float32(pages) * per_page <= BALANCED * np.float32(beyond - first))
+    for n, quads in enumerate(lengths):
+        first, beyond = (int(np.rint(np.float32(x) * per_quad)) for x in (start, start + quads))
+        balanced = balanced and bool(np.float32(quads) * per_quad <= BALANCED * np.float32(beyond - first))
         for b in range(first, beyond):
-            num_splits = min(beyond - first, pages)
-            end = int((pages - (b - first) + num_splits - 1) / num_splits) if num_splits else 0
+            num_splits = min(beyond - first, quads)
+            end = int((quads - (b - first) + num_splits - 1) / num_splits) if num_splits else 0
             part[b] = WorkRange(0, end, n, first, num_splits)
-        start += pages * blocks
+        start += quads * blocks
     ranges = part if balanced else whole
     return ranges + [WorkRange() for _ in range(grid - ctas)], total, ctas
 
@@ -109,10 +109,10 @@ def work(grid: int, lengths: list[int], blocks: int) -> list[tuple[int, int]]:
     """Attend as the kernel does: how often each sequence was written, and the semaphores left over."""
     ranges, total, ctas = split_kv(grid, lengths, blocks)
     check_what_is_known(grid, len(lengths), blocks, ranges)
-    pages = np.repeat(lengths, blocks)
-    starts = np.cumsum(pages) - pages
-    seen = [np.zeros(n, int) for n in pages]
-    semaphores, written = np.zeros(len(pages), int), np.where(pages == 0, 1, 0)
+    quads = np.repeat(lengths, blocks)
+    starts = np.cumsum(quads) - quads
+    seen = [np.zeros(n, int) for n in quads]
+    semaphores, written = np.zeros(len(quads), int), np.where(quads == 0, 1, 0)
     owner = lambda position: ((position + 1) * ctas - 1) // total  # noqa: E731
     for b, range_ in enumerate(ranges):
         pieces: list[tuple[int, Any, int]] = []
@@ -121,9 +121,9 @@ def work(grid: int, lengths: list[int], blocks: int) -> list[tuple[int, int]]:
             pieces.append((range_.number, own, range_.num_splits))
         elif not range_.num_splits:
             for n, start in enumerate(starts):
-                begin, end = max(range_.begin, start), min(range_.end, start + pages[n])
+                begin, end = max(range_.begin, start), min(range_.end, start + quads[n])
                 if begin < end:
-                    num_splits = owner(start + pages[n] - 1) - owner(start) + 1
+                    num_splits = owner(start + quads[n] - 1) - owner(start) + 1
                     pieces.append((n, np.arange(begin, end) - start, num_splits))
         for n, own, num_splits in pieces:
             np.add.at(seen[n], own, 1)
@@ -136,7 +136,7 @@ def work(grid: int, lengths: list[int], blocks: int) -> list[tuple[int, int]]:
 
 
 def check_what_is_known(grid: int, pairs: int, blocks: int, ranges: list[WorkRange]) -> None:
-    """A block keeps pages that it read by its estimate: its only one, or all if num_splits is right."""
+    """A block keeps quads that it read by its estimate: its only one, or all if num_splits is right."""
     if blocks > 1 or pairs > grid:
         return
     for b, (range_, *guess) in enumerate(zip(ranges, *estimated_split(grid, pairs), strict=True)):
@@ -155,7 +155,7 @@ def check_what_is_known(grid: int, pairs: int, blocks: int, ranges: list[WorkRan
     spread=st.sampled_from((0, 0, 1, 2, 40)),
     blocks=st.sampled_from((1, 1, 1, 2, 3)),
 )
-def test_every_page_is_attended_once_and_every_sequence_written_once(
+def test_every_quad_is_attended_once_and_every_sequence_written_once(
     grid: int, lengths: list[int], spread: int, blocks: int
 ) -> None:
     """`spread`: by how much lengths differ, unless it is large."""
@@ -166,5 +166,5 @@ def test_every_page_is_attended_once_and_every_sequence_written_once(
 
 @pytest.mark.parametrize("pairs", [1, 2, 4, 8, 16, 24, 32, 33, 64, 132, 133, 256])
 def test_equal_lengths_on_132_multiprocessors(pairs: int) -> None:
-    for pages in (1, 2, 4, 5, 17, 64):
-        assert all(outcome == (1, 0) for outcome in work(132, [pages] * pairs, 1))
+    for quads in (1, 2, 4, 5, 17, 64):
+        assert all(outcome == (1, 0) for outcome in work(132, [quads] * pairs, 1))

@@ -1,8 +1,8 @@
 """packed_attention on every backend against decoded pages in float64, and attention mass from kept scores.
 
 Pages are random bytes, since every code is valid; only steps and raw numbers have to be sensible. Whatever
-must not matter is hostile: steps and raw numbers of unused slots are NaN, unused entries of the page table
-name pages, rungs and counts that do not exist.
+must not matter is hostile: steps and raw numbers of unused slots are NaN, entries without tokens name pages
+of NaN or none, unused entries of the page table name pages, rungs and counts that do not exist.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from kvlab.arrays import numpy_dtype
 from kvlab.ops.packed import mass_from_scores, packed_attention
-from kvlab.pages import LayerPages, PageLayout, new_pool
+from kvlab.pages import NO_PAGE, QUAD, TOKENS_PER_PAGE, LayerPages, PageLayout, new_pool
 from kvlab.reference import packed as reference
 from kvlab.reference.pages import STEPS, bit_address
 from kvlab.registry import last_backend, rows
@@ -56,11 +56,11 @@ def fill_side(
         else (layout.bits_v, layout.v_codes, layout.v_steps)
     )
     if bits < 16:
-        wanted = STEP_OF_WIDTH[bits] * rng.lognormal(0, 0.4, 64)
-        record[steps : steps + 64] = np.abs(STEPS[:0xF8, None] - wanted).argmin(axis=0)
-        record[steps + count : steps + 64] = 0xFF
+        wanted = STEP_OF_WIDTH[bits] * rng.lognormal(0, 0.4, TOKENS_PER_PAGE)
+        record[steps : steps + TOKENS_PER_PAGE] = np.abs(STEPS[:0xF8, None] - wanted).argmin(axis=0)
+        record[steps + count : steps + TOKENS_PER_PAGE] = 0xFF
         return
-    raw = record[codes : codes + 64 * layout.head_dim * size].view(kind)
+    raw = record[codes : codes + TOKENS_PER_PAGE * layout.head_dim * size].view(kind)
     raw[:] = rng.standard_normal(raw.size).astype(kind)
     raw[bit_address(8 * size, layout.head_dim, side)[count:, :, 0] // (8 * size)] = np.nan
 
@@ -70,24 +70,34 @@ def make_pages(
     rungs: tuple[tuple[int, int], ...],
     head_dim: int,
     dtype: str,
-    num_pages: Array,
-    counts: tuple[int, ...] = (0, 1, 37, 63, 64, 64),
+    quads: Array,
+    counts: tuple[int, ...] = (0, 1, 9, 15, 16, 16, 16),
 ) -> LayerPages:
-    """Return pages for num_pages (batch, KV heads), scattered over the pools."""
+    """Return pages for quads (batch, KV heads) of entries, scattered over the pools.
+
+    The counts of a quad's pages have nothing to do with each other; of those without a token half have a
+    page.
+    """
     layouts = tuple(PageLayout(head_dim, *rung, numpy_dtype(dtype).itemsize) for rung in rungs)
-    table = (*num_pages.shape, int(num_pages.max(initial=0)) + 1)
+    num_pages = QUAD * quads
+    table = (*quads.shape, QUAD * (int(quads.max(initial=0)) + 1))
     used = np.arange(table[-1]) < num_pages[..., None]
-    rung, count = (np.where(used, rng.choice(x, table), 255).astype(np.uint8) for x in (len(rungs), counts))
-    index = np.full(table, 2**32 - 1, np.uint32)
+    of_quads = rng.choice(len(rungs), (*quads.shape, table[-1] // QUAD))
+    rung, count = (
+        np.where(used, x, 255).astype(np.uint8)
+        for x in (np.repeat(of_quads, QUAD, axis=-1), rng.choice(counts, table))
+    )
+    with_page = used & ((count > 0) | (rng.random(table) < 0.5))
+    index = np.full(table, NO_PAGE, np.uint32)
     pools = []
     for r, layout in enumerate(layouts):
-        mine = used & (rung == r)
+        mine = with_page & (rung == r)
         pools.append(pool_of(rng, layout, int(mine.sum()) + 1))
         index[mine] = rng.permutation(len(pools[r]))[: mine.sum()]
         for page, tokens in zip(index[mine], count[mine], strict=True):
             for side in "kv":
                 fill_side(rng, pools[r][page], layout, side, dtype, int(tokens))
-    mean = rng.standard_normal((*num_pages.shape, head_dim)).astype(np.float16)
+    mean = rng.standard_normal((*quads.shape, head_dim)).astype(np.float16)
     base = rng.integers(0, 2**16, table, np.uint16)
     shift = (rng.integers(1, 3, mean.shape) * (rng.random(mean.shape) < 0.1)).astype(np.uint8)
     return LayerPages(
@@ -118,8 +128,8 @@ def packed_cases(draw: st.DrawFn) -> PackedCase:
     batch, kv_heads, group = draw(
         st.tuples(st.integers(0, 2), st.integers(1, 2), st.sampled_from((1, 2, 3, 4, 5, 7, 16)))
     )
-    num_pages = rng.integers(0, draw(st.integers(1, 6)), (batch, kv_heads))
-    pages = make_pages(rng, tuple(rungs), head_dim, draw(st.sampled_from(FLOATS)).name, num_pages)
+    quads = rng.integers(0, draw(st.integers(1, 5)), (batch, kv_heads))
+    pages = make_pages(rng, tuple(rungs), head_dim, draw(st.sampled_from(FLOATS)).name, quads)
     seqlen_q = draw(st.sampled_from((0, 1, 1, 2, 3, 9)))
     q = random_floats(
         rng, (batch, seqlen_q, kv_heads * group, head_dim), draw(st.sampled_from(FLOATS)), (-4, 1)
@@ -194,7 +204,7 @@ def assert_right(case: PackedCase, backend: str) -> None:
     if not case.options["keep_scores"]:
         assert result.scores is None
         return
-    used = (np.arange(scores.shape[2]) < case.pages.num_pages[..., None])[..., None, None]
+    used = (QUAD * np.arange(scores.shape[2]) < case.pages.num_pages[..., None])[..., None, None]
     finite = np.isfinite(scores)
     assert np.array_equal(np.isfinite(np.where(used, result.scores, -np.inf)), finite)
     worst = np.abs(np.where(finite, result.scores, 0) - np.where(finite, scores, 0)).max(initial=0)
@@ -234,7 +244,7 @@ def test_many_query_rows(seqlen_q: int, group: int) -> None:
 def small_case(seed: int = 10, dtype: str = "float16") -> PackedCase:
     rng = np.random.default_rng(seed)
     pages = make_pages(
-        rng, ((2, 4), (8, 3), (16, 8), (4, 16)), 64, dtype, np.full((2, 2), 6), counts=(50, 64)
+        rng, ((2, 4), (8, 3), (16, 8), (4, 16)), 64, dtype, np.full((2, 2), 6), counts=(11, 16)
     )
     q = random_floats(rng, (2, 2, 8, 64), numpy_dtype(dtype), (-4, 0))
     return PackedCase(q, pages, {"scale": None, "softcap": 0.0, "keep_scores": 0})
@@ -261,12 +271,21 @@ def wrong_pages(pages: LayerPages) -> dict[str, LayerPages]:
         "key mean left out": dataclasses.replace(pages, k_mean=np.zeros_like(pages.k_mean)),
         "channels of keys not scaled": dataclasses.replace(pages, k_shift=np.zeros_like(pages.k_shift)),
         "KV heads swapped": dataclasses.replace(pages, **swapped),
-        "last slot missed": dataclasses.replace(pages, count=pages.count - np.uint8(1)),
-        "last page missed": dataclasses.replace(pages, num_pages=pages.num_pages - np.int32(1)),
-        "codes of K one lane off": with_rolled("k_codes", "v_codes", 4),
-        "codes of V one lane off": with_rolled("v_codes", "k_steps", 4),
-        "codes of V one word off": with_rolled("v_codes", "k_steps", 128),
-        "steps of K one slot off": with_rolled("k_steps", "v_steps", 1),
+        "last slot missed": dataclasses.replace(pages, count=np.maximum(pages.count, 1) - np.uint8(1)),
+        "last quad missed": dataclasses.replace(pages, num_pages=pages.num_pages - np.int32(QUAD)),
+        "first page of a quad taken four times": dataclasses.replace(
+            pages,
+            count=np.repeat(pages.count[..., ::QUAD], QUAD, axis=-1),
+            index=np.repeat(pages.index[..., ::QUAD], QUAD, axis=-1),
+        ),
+        "counts of a quad taken for one another": dataclasses.replace(
+            pages,
+            count=pages.count.reshape(*pages.count.shape[:2], -1, QUAD)[..., ::-1].reshape(pages.count.shape),
+        ),
+        "codes of K one lane off": with_rolled("k_codes", "k_steps", 4),
+        "codes of V one lane off": with_rolled("v_codes", "v_steps", 4),
+        "codes of V one word off": with_rolled("v_codes", "v_steps", 128),
+        "steps of K one slot off": with_rolled("k_steps", "v_codes", 1),
         "steps of V one slot off": with_rolled("v_steps", "positions", 1),
     }
 
@@ -288,12 +307,12 @@ def test_the_comparison_rejects_what_mistakes_would_give(dtype: str) -> None:
 @pytest.mark.parametrize("rung", [(4, 4), (16, 16)])
 def test_a_nan_token_shows_in_its_head_alone(backend: str, side: str, rung: tuple[int, int]) -> None:
     rng = np.random.default_rng(6)
-    pages = make_pages(rng, (rung,), 32, "float32", np.full((1, 2), 3), counts=(64,))
+    pages = make_pages(rng, (rung,), 32, "float32", np.full((1, 2), 3), counts=(16,))
     layout, page = pages.layouts[0], pages.pools[0][pages.index[0, 1, 2]]
     if rung == (4, 4):
-        page[(layout.k_steps if side == "k" else layout.v_steps) + 17] = 0xFF
+        page[(layout.k_steps if side == "k" else layout.v_steps) + 7] = 0xFF
     else:
-        place = bit_address(32, 32, side)[17, :, 0] // 32
+        place = bit_address(32, 32, side)[7, :, 0] // 32
         page[: layout.positions].view(np.float32)[place + (layout.v_codes // 4 if side == "v" else 0)] = (
             np.nan
         )
@@ -308,10 +327,11 @@ def test_a_nan_token_shows_in_its_head_alone(backend: str, side: str, rung: tupl
 def test_infinite_raw_keys(backend: str) -> None:
     """Keys of -inf have no weight, even if there is no other key; one of +inf leaves no number."""
     rng = np.random.default_rng(7)
-    pages = make_pages(rng, ((16, 16),), 16, "float32", np.full((1, 3), 1), counts=(64,))
+    pages = make_pages(rng, ((16, 16),), 16, "float32", np.full((1, 3), 1), counts=(16,))
     places = bit_address(32, 16, "k")[:, :, 0] // 32
     for head, (value, slots) in enumerate([(-np.inf, slice(3)), (-np.inf, slice(None)), (np.inf, slice(1))]):
-        pages.pools[0][pages.index[0, head, 0]][: 64 * 16 * 4].view(np.float32)[places[slots]] = value
+        for index in pages.index[0, head, :QUAD]:
+            pages.pools[0][index][: 16 * 16 * 4].view(np.float32)[places[slots]] = value
     out, lse, _ = packed_attention(np.ones((1, 1, 3, 16), np.float32), pages, backend=backend)
     expected, expected_lse, _ = reference.packed_attention(np.ones((1, 1, 3, 16)), pages)
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-6)
@@ -352,19 +372,24 @@ def test_batch_mates_and_splitting_the_queries_do_not_matter() -> None:
 def test_pages_before_a_window_are_not_read(seqlen_q: int) -> None:
     """Every other page is old, and NaN but for its positions: same bits as without those pages' NaN."""
     rng = np.random.default_rng(6)
-    pages = make_pages(rng, ((4, 2), (16, 16)), 64, "float16", np.array([[6, 5]]), (64,))
-    pages.base[...] = np.arange(pages.base.shape[-1]) % 2
+    pages = make_pages(rng, ((4, 2), (16, 16)), 64, "float16", np.array([[6, 5]]), (16,))
+    entry = np.arange(pages.base.shape[-1])
+    hidden = (entry % 3 == 0) | (entry // QUAD == 2)  # pages of quads, and one quad as a whole
+    pages.base[...] = ~hidden
     q = random_floats(rng, (1, seqlen_q, 4, 64), numpy_dtype("float32"), (-4, 1))
     options = {"window": (1 << 15, 0), "first_position": np.array([3 << 15], np.int32), "keep_scores": 1}
     expected = packed_attention(q, pages, **options)
-    for pair, entry in itertools.product(range(2), range(0, 5, 2)):
-        layout, index = pages.layouts[pages.rung[0, pair, entry]], pages.index[0, pair, entry]
-        pages.pools[pages.rung[0, pair, entry]][index, : layout.positions] = 0xFF
+    for pair, p in itertools.product(range(2), np.flatnonzero(hidden[: 5 * QUAD])):
+        layout, index = pages.layouts[pages.rung[0, pair, p]], pages.index[0, pair, p]
+        pages.pools[pages.rung[0, pair, p]][index, : layout.positions] = 0xFF
     actual = packed_attention(q, pages, **options)
     assert np.isfinite(actual.out).all()
     assert actual.out.tobytes() == expected.out.tobytes()
     assert actual.lse.tobytes() == expected.lse.tobytes()
-    assert np.isneginf(actual.scores[:, :, 0:5:2]).all()
+    by_page = (
+        actual.scores[:, :, :5].reshape(1, 2, 5, 2, QUAD, 16).swapaxes(3, 4).reshape(1, 2, 5 * QUAD, 2, 16)
+    )
+    assert (np.isneginf(by_page) == hidden[: 5 * QUAD, None, None]).all()
     assert actual.scores[:, :, :5].tobytes() == expected.scores[:, :, :5].tobytes()
 
 
@@ -416,7 +441,16 @@ def test_refuses_calls_that_make_no_sense() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("rung", 4), ("count", 65), ("index", 99), ("num_pages", 8), ("num_pages", -1)]
+    ("name", "value"),
+    [
+        ("rung", 4),
+        ("count", 17),
+        ("index", 99),
+        ("index", NO_PAGE),
+        ("num_pages", 32),
+        ("num_pages", -4),
+        ("num_pages", 3),
+    ],
 )
 def test_refuses_a_table_that_leads_outside_the_pools(name: str, value: int) -> None:
     case = small_case()
@@ -424,6 +458,14 @@ def test_refuses_a_table_that_leads_outside_the_pools(name: str, value: int) -> 
     table[(1, 1, 5)[: table.ndim]] = value
     with pytest.raises(ValueError, match="page table"):
         packed_attention(case.q, dataclasses.replace(case.pages, **{name: table}), backend="cpu")
+
+
+def test_refuses_a_quad_of_two_rungs() -> None:
+    case = small_case()
+    case.pages.rung[1, 1, 5] ^= 1
+    case.pages.index[1, 1, 5] = 0
+    with pytest.raises(ValueError, match="page table"):
+        call(case, "cpu")
 
 
 def _exp2_of_eights(x: Array, out: Array) -> None:

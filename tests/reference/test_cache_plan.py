@@ -41,14 +41,14 @@ def test_loss_is_that_of_the_allocator(seed: int, name: str, share: float) -> No
 
 
 def test_unlimited_budget_keeps_everything_at_the_top_and_unimportant_tokens_too() -> None:
-    layer = empty_layer("248", 1, 2, 40, 1 << 62, 100)
+    layer = empty_layer("248", 1, 2, 60, 1 << 62, 100)
     new = Tokens(np.zeros((2, 700), np.uint8), np.ones((1, 700), bool), 0)
     Simulation(layer, "248").change(new)
     assert (layer.rung[:, : layer.num_pages[0]] == 2).all()
 
 
 def test_too_small_a_budget_is_reported() -> None:
-    layer = empty_layer("248", 1, 2, 40, 1000, 100)
+    layer = empty_layer("248", 1, 2, 60, 1000, 100)
     new = Tokens(np.zeros((2, 700), np.uint8), np.ones((1, 700), bool), 0)
     assert Simulation(layer, "248").change(new).status == OVER_BUDGET
 
@@ -57,7 +57,7 @@ def test_too_small_a_budget_is_reported() -> None:
 @settings(deadline=None, max_examples=20)
 def test_with_ample_bytes_no_plan_is_compact(name: str, n: int, heads: int) -> None:
     budget = ample_nbytes(n, heads, LADDERS[name][0], 100)
-    layer = empty_layer(name, 1, heads, 60, budget, 200)
+    layer = empty_layer(name, 1, heads, 80, budget, 200)
     new = draw_tokens(np.random.default_rng(n), 1, heads, n, 0, "normal")
     change = Simulation(layer, name).change(new)
     assert not change.status
@@ -65,7 +65,7 @@ def test_with_ample_bytes_no_plan_is_compact(name: str, n: int, heads: int) -> N
 
 
 def test_sinks_and_recent_tokens_stay_at_the_top() -> None:
-    layer = empty_layer("2348", 1, 1, 60, 10 * 4424 + 3 * 16712 + 100, 100)
+    layer = empty_layer("2348", 1, 1, 80, 40 * 1112 + 3 * 4184 + 100, 100)
     simulation = Simulation(layer, "2348")
     codes = np.full((1, 640), 200, np.uint8)
     codes[0, :4] = codes[0, -8:] = 0
@@ -77,7 +77,7 @@ def test_sinks_and_recent_tokens_stay_at_the_top() -> None:
 
 def test_a_plan_behind_a_crop_drops_what_is_beyond_the_end() -> None:
     rng = np.random.default_rng(0)
-    layer = empty_layer("248", 2, 2, 60, 200_000, 200)
+    layer = empty_layer("248", 2, 2, 80, 200_000, 300)
     simulation = Simulation(layer, "248")
     simulation.change(draw_tokens(rng, 2, 2, 600, 0, "padded"))
     before = simulation.levels()
@@ -105,7 +105,7 @@ def test_edges_are_the_lower_hull() -> None:
 
 @pytest.mark.parametrize("fault", ["lost", "twice", "entry_of", "budget"])
 def test_checks_refuse_wrong_changes(fault: str) -> None:
-    layer = empty_layer("248", 1, 1, 40, 40_000, 60)
+    layer = empty_layer("248", 1, 1, 60, 40_000, 60)
     simulation = Simulation(layer, "248")
     rng = np.random.default_rng(0)
     simulation.change(draw_tokens(rng, 1, 1, 600, 0, "normal"))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvlab.reference import pages
-from kvlab.reference.pages import STEPS, bit_address, grid_values
+from kvlab.reference.pages import STEPS, bit_address, code_words, grid_values
 from tests.strategies import SEEDS
 
 STORED_BITS = (2, 3, 4, 8, 16, 32)
@@ -23,36 +23,40 @@ HIGHEST_FINITE = 0xF7
 
 @pytest.mark.parametrize("side", ["k", "v"])
 @pytest.mark.parametrize("bits", STORED_BITS)
-def test_every_bit_of_a_region_is_one_bit_of_one_code(bits: int, side: str) -> None:
+def test_every_bit_of_a_code_has_a_place_of_its_own(bits: int, side: str) -> None:
     for head_dim in HEAD_DIMS:
-        uses = np.bincount(bit_address(bits, head_dim, side).ravel())
-        assert uses.size == 64 * head_dim * bits
-        assert (uses == 1).all()
+        uses = np.bincount(bit_address(bits, head_dim, side).ravel(), minlength=16 * head_dim * bits)
+        assert uses.max() == 1
+        assert uses.size <= 1024 * code_words(bits, head_dim)
+        alone = head_dim // 16 % {2: 2, 3: 4}.get(bits, 1)  # tiles in words that are not full
+        unused = 1024 * code_words(bits, head_dim) - uses.sum()
+        assert unused == alone * (512 if bits == 2 else 256)
 
 
-def read_as_a_warp(region: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
+def read_as_a_warp(region: NDArray[np.uint8], bits: int, tiles: int) -> NDArray[np.uint32]:
     """Read a region as 32 lanes do: (tiles, 16, 16) of codes.
 
     Each lane expands its own words to registers of two elements, and the elements a0 to a7 go where the PTX
     ISA puts them in the 16 x 16 operand of mma.m16n8k16.
     """
     words = region.view("<u4").reshape(-1, 32)  # word, lane
-    tiles = region.size * 8 // bits // 256
     matrix = np.zeros((tiles, 16, 16), np.uint32)
     group, thread = np.arange(32) // 4, np.arange(32) % 4
     for tile in range(tiles):
         for i in range(8):
             row = group if i in (0, 1, 4, 5) else group + 8
             column = thread * 2 + (i & 1) + (8 if i >= 4 else 0)
-            matrix[tile, row, column] = _field(words, bits, tile, register=i // 2, half=16 * (i % 2))
+            matrix[tile, row, column] = _field(words, bits, tiles, tile, register=i // 2, half=16 * (i % 2))
     return matrix
 
 
-def _field(words: NDArray[np.uint32], bits: int, tile: int, register: int, half: int) -> Any:
+def _field(words: NDArray[np.uint32], bits: int, tiles: int, tile: int, register: int, half: int) -> Any:
     if bits == 2:
-        return words[tile // 2] >> (8 * (tile % 2) + 2 * register + half) & 3
+        return words[tile // 2] >> (8 * (register // 2) + 4 * (tile % 2) + 2 * (register % 2) + half) & 3
     if bits == 3:
         first, pair = tile // 4 * 3, tile % 4 * 4 + register
+        if tile >= tiles // 4 * 4:
+            return words[first + tile % 4] >> (4 * register + half) & 7
         if pair < 15:
             return words[first + pair // 5] >> (3 * (pair % 5) + 1 + half) & 7
         low, middle, high = (words[first + j] >> half & 1 for j in range(3))
@@ -66,25 +70,31 @@ def _field(words: NDArray[np.uint32], bits: int, tile: int, register: int, half:
     return words[8 * tile + 2 * register + half // 16]
 
 
-@pytest.mark.parametrize("head_dim", [16, 48, 64, 128])
+@pytest.mark.parametrize("head_dim", [16, 48, 64, 80, 128, 208])
 @pytest.mark.parametrize("bits", STORED_BITS)
 def test_a_warp_finds_its_operands(bits: int, head_dim: int) -> None:
     rng = np.random.default_rng(bits * head_dim)
-    region = rng.integers(0, 256, 8 * head_dim * bits, dtype=np.uint8)
+    region = rng.integers(0, 256, 128 * code_words(bits, head_dim), dtype=np.uint8)
     stream = np.unpackbits(region, bitorder="little").astype(np.uint64)
-    matrix = read_as_a_warp(region, bits)
-    blocks = head_dim // 16
-    for slot in range(64):
-        block = slot % 8 // 2
-        row = slot // 8 + (8 if slot % 2 else 0)
-        key = matrix[block * blocks : (block + 1) * blocks, row, :].ravel()
-        value = matrix[block::4, :, row].ravel()
-        for side, expected in (("k", key), ("v", value)):
-            stream = np.unpackbits(region, bitorder="little").astype(np.uint64)
-            codes = (stream[bit_address(bits, head_dim, side)[slot]] << np.arange(bits, dtype=np.uint64)).sum(
-                1
-            )
-            np.testing.assert_array_equal(codes, expected)
+    matrix = read_as_a_warp(region, bits, head_dim // 16)
+    for slot in range(16):
+        token = slot // 2 + (8 if slot % 2 else 0)
+        for side, expected in (("k", matrix[:, token, :].ravel()), ("v", matrix[:, :, token].ravel())):
+            own = stream[bit_address(bits, head_dim, side)[slot]] << np.arange(bits, dtype=np.uint64)
+            np.testing.assert_array_equal(own.sum(1), expected)
+
+
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_one_mask_of_2_bits_takes_four_elements_of_a_row(side: str) -> None:
+    """Of one row of one tile, so that an instruction on bytes needs no shuffle."""
+    address = bit_address(2, 64, side)
+    for start in (0, 2, 4, 6):
+        byte_of_lane = [32 * 9 + 8 * i + start for i in range(4)]  # lane 9 of word 0
+        slot, channel, _ = np.nonzero(np.isin(address, byte_of_lane) & (np.arange(2) == 0))
+        row, along = (slot, channel) if side == "k" else (channel, slot)
+        assert len(row) == 4
+        assert len(set(row.tolist())) == 1
+        assert len(set(along.tolist())) == 4
 
 
 def test_steps_are_truncated_half_floats() -> None:
@@ -128,7 +138,7 @@ def test_float32_caches_store_every_bit() -> None:
     st.sampled_from((*QUANTISED, 16)),
     st.sampled_from((*QUANTISED, 16)),
     st.sampled_from(("float16", "bfloat16", "float32")),
-    st.integers(0, 64),
+    st.integers(0, 16),
 )
 def test_a_page_gives_its_tokens_back(
     seed: int, head_dim: int, bits_k: int, bits_v: int, dtype: str, count: int
@@ -138,7 +148,7 @@ def test_a_page_gives_its_tokens_back(
     positions = rng.integers(0, 65536, count, dtype=np.uint16)
     importance = rng.integers(0, 256, count, dtype=np.uint8)
     record = pages.encode_page(k, v, bits_k, bits_v, dtype, positions, importance)
-    assert record.size % 64 == 0
+    assert record.size % 16 == 0
     page = pages.decode_page(record, head_dim, bits_k, bits_v, dtype)
     for x, got, bits in ((k, page.k, bits_k), (v, page.v, bits_v)):
         if bits == 16:

@@ -3,26 +3,38 @@
 
 #include "packed/state.cuh"
 
-// What codes of `bits` are multiplied by in `out`, as a power of 2: rows g (even) and g + 8 (odd) of a tile.
-__device__ __forceinline__ int unit_of(int bits, int odd) {
+// What codes of `bits` are multiplied by in `out`, as a power of 2: rows g (even) and g + 8 (odd) of a tile,
+// which may be the second that shares words.
+__device__ __forceinline__ int unit_of(int bits, int odd, int second) {
     if (bits == 0 || bits == 16) return 0;
     const int bit = odd ? (bits == 2 ? 2 : bits == 8 ? 0 : 4) : bits == 3;
-    return bit - 25;
+    return bit + (second && bits == 2 ? Fields<2>::SECOND : 0) - 25;
 }
 
-// Brings `out` into the unit and basis of `bits`. The two bases are each other's block Hadamard transform, of
-// channels 16 i + 8 (r / 2) + g.
-__device__ __forceinline__ void change_basis(State& state, int bits, int lane) {
-    const float even = exp2_exact(-unit_of(state.bits, 0)), odd = exp2_exact(-unit_of(state.bits, 1));
+// Gives `out` the signs of values: channels 16 i + 8 (r / 2) + g.
+__device__ __forceinline__ void turn_signs(State& state, int lane) {
 #pragma unroll
     for (int i = 0; i < TILES_D; ++i) {
 #pragma unroll
         for (int r = 0; r < 4; ++r)
-            state.out[i][r] = fmaf(state.out[i][r], r < 2 ? even : odd, state.zero_point_sum[r]);
+            if (turns_sign(16 * i + 8 * (r / 2) + lane / 4)) state.out[i][r] = -state.out[i][r];
+    }
+}
+
+// Brings `out` into the unit and basis of `bits`. The two bases are each other's block Hadamard transform,
+// and signs on the side of raw values.
+__device__ __forceinline__ void change_basis(State& state, int bits, int lane) {
+#pragma unroll
+    for (int i = 0; i < TILES_D; ++i) {
+#pragma unroll
+        for (int r = 0; r < 4; ++r)
+            state.out[i][r] = fmaf(state.out[i][r], exp2_exact(-unit_of(state.bits, r / 2, i % 2)),
+                                   state.zero_point_sum[r]);
     }
     state.zero_point_sum[0] = state.zero_point_sum[1] = state.zero_point_sum[2] = state.zero_point_sum[3] =
         0.f;
     if ((WIDTHS_V & RAW) && (WIDTHS_V & CODED) && (state.bits == 16) != (bits == 16)) {
+        if (state.bits == 16) turn_signs(state, lane);
 #pragma unroll
         for (int i = 0; i < TILES_D; ++i) {
             float (&x)[4] = state.out[i];
@@ -54,12 +66,12 @@ __device__ __forceinline__ void change_basis(State& state, int bits, int lane) {
                 }
             }
         }
+        if (bits == 16) turn_signs(state, lane);
     }
-    const float even_unit = exp2_exact(unit_of(bits, 0)), odd_unit = exp2_exact(unit_of(bits, 1));
 #pragma unroll
     for (int i = 0; i < TILES_D; ++i) {
 #pragma unroll
-        for (int r = 0; r < 4; ++r) state.out[i][r] *= r < 2 ? even_unit : odd_unit;
+        for (int r = 0; r < 4; ++r) state.out[i][r] *= exp2_exact(unit_of(bits, r / 2, i % 2));
     }
     state.bits = bits;
 }

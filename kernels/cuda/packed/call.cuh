@@ -14,10 +14,10 @@ struct Rung {
 
 struct Call {
     Rung rungs[MAX_RUNGS];
-    const u8* rung;        // [pairs, entries]
+    const u8* rung;        // [pairs, entries]; entries 4 n to 4 n + 3, a quad, have one rung
     const u8* count;       // [pairs, entries]
     const u32* index;      // [pairs, entries]
-    const int* num_pages;  // [pairs]
+    const int* num_pages;  // [pairs], entries that are used: multiples of 4
     const __half* k_mean;  // [pairs, HEAD_DIM]
     const u8* k_shift;     // [pairs, HEAD_DIM]
     const u16* q;          // [batch, seqlen_q, heads_q, HEAD_DIM] by strides
@@ -25,11 +25,11 @@ struct Call {
     float* lse;            // [batch, heads_q, seqlen_q]
     float* partial;        // [grid + sequences, 8, ROW_FLOATS]: sum of p v, maximum, sum of p
     u32* semaphores;       // [sequences], zero between calls
-    void* scores;          // [pairs, entries]: see packed/saved_scores.cuh
+    void* scores;          // [pairs, entries / 4]: see packed/saved_scores.cuh
     long long q_batch, q_position, q_head;    // strides of q in elements
     int pairs, heads_kv, entries, num_rungs;  // pair = (batch row, KV head)
     int rows, group, kept;  // rows = seqlen_q * group; the last `kept` of them have their scores kept
-    int slot_bytes, stages;
+    int slot_bytes, stages, merge_rows;  // of the ring; rows that the merge area has room for
     float scale, softcap;
     const u16* base;  // [pairs, entries]: the upper 16 bits of positions; with a window only, as what follows
     const int* first;  // [batch]: the position of the first query token of a row

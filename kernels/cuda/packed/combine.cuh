@@ -33,17 +33,19 @@ __device__ __forceinline__ void hadamard_row(float2 (&x)[PAIRS_OF_LANE], int lan
     }
 }
 
-// The states of all warps become `rows` [row_count][ROW_FLOATS]; all threads.
-__device__ __forceinline__ void combine_warps(const State& state, int row_count, float* merge, float* rows) {
+// The states of all warps become `rows` [row_count][ROW_FLOATS]; all threads. Warps leave up to `most` rows
+// at a time in memory `stride` floats apart.
+__device__ __forceinline__ void combine_warps(const State& state, int row_count, int most, float* merge,
+                                              int stride, float* rows) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
 #pragma unroll 1
-    for (int first = 0; first < row_count; first += MERGE_ROWS) {
-        const int held = min(MERGE_ROWS, row_count - first);
+    for (int first = 0; first < row_count; first += most) {
+        const int held = min(most, row_count - first);
 #pragma unroll
         for (int j = 0; j < LANE_ROWS; ++j) {
             const int row = LANE_ROWS * (lane % 4) + j - first;
             if (row < 0 || row >= held) continue;
-            float* to = merge + (warp * held + row) * ROW_FLOATS;
+            float* to = merge + warp * stride + row * ROW_FLOATS;
 #pragma unroll
             for (int i = 0; i < TILES_D; ++i) {
                 to[16 * i + g] = state.out[i][j];
@@ -57,7 +59,7 @@ __device__ __forceinline__ void combine_warps(const State& state, int row_count,
         __syncthreads();  // the merge area holds the rows of all warps
 #pragma unroll 1
         for (int i = threadIdx.x; i < held * (ROW_FLOATS / 2); i += WARPS * 32) {
-            const int row = i / (ROW_FLOATS / 2), c = i - row * (ROW_FLOATS / 2), stride = held * ROW_FLOATS;
+            const int row = i / (ROW_FLOATS / 2), c = i - row * (ROW_FLOATS / 2);
             const float *ends = merge + row * ROW_FLOATS + HEAD_DIM, *from = ends - HEAD_DIM + 2 * c;
             float top = MIN_ROW_MAX;
             float2 value = {0.f, 0.f};

@@ -7,21 +7,21 @@
 // j. So a lane has both of rows INT8_MMA u + j in its results. Accumulators start at the bits of a float
 // whose ulp is 1, so they are floats when they are read. Sums stay within its mantissa up to head_dim 128.
 //
-// k of an operand stands for columns of two tiles i and i + 1. At 2 bits, whose word holds both, bytes are
-// columns 2u of i and of i + 1, 2u + 1 of i and of i + 1, and in the second register those 8 higher; at other
-// widths 2u, 2u + 8, 2u + 1, 2u + 9 of i, and in the second register of i + 1.
+// k of an operand stands for columns of two tiles: of keys, of neighbours in a page; of values, of the same
+// tile in neighbouring pages. Bytes of a register are columns 2u, 2u + 8, 2u + 1, 2u + 9 of one of them.
 #pragma once
 
-#include "packed/state.cuh"
+#include "packed/quad_ring.cuh"
 
-// TWOS fragments of two tiles share WORDS words of a lane. A masked code keeps its bit position in the byte,
-// so it is multiplied by EVEN (row g) or ODD (row g + 8). At 3 bits two fields 6 bits apart become the two
-// bytes of a half if the first is shifted by 2 more bits. So codes of columns 0 to 7 are 4 times larger, and
-// the query or probability of these columns is divided by 4.
+// TILES tiles are loaded at once. A masked code keeps its bit position in the byte, so it is multiplied by
+// EVEN (row g) or ODD (row g + 8). At 2 bits the second of two tiles stands SECOND bits higher; of keys,
+// whose tiles are added, the first is lifted as far. At 3 bits two fields 6 bits apart become the two bytes
+// of a half if the first is shifted by 2 more bits. So codes of columns 0 to 7 are 4 times larger, and the
+// query or probability of these columns is divided by 4.
 template <int BITS>
 struct Bytes {
-    static constexpr int TWOS = BITS == 3 ? 2 : 1, WORDS = BITS * TWOS / 2;
-    static constexpr int EVEN = BITS == 2 ? 16 : 1, ODD = BITS == 8 ? 1 : EVEN << BITS;
+    static constexpr int TILES = BITS == 3 ? 4 : 2, WORDS = words_of(BITS, TILES);
+    static constexpr int EVEN = 1, ODD = BITS == 8 ? 1 : 1 << BITS, SECOND = Fields<BITS>::SECOND;
 };
 
 // Pair p of the 16 that three words of 3-bit codes hold, in both halves of a register from bit TO on.
@@ -38,46 +38,41 @@ __device__ __forceinline__ u32 pair_of_3(const u32* w) {
 }
 
 template <int TILE>
-__device__ __forceinline__ void expand_3(const u32* w, u32* a) {
-    a[0] = pair_of_3<4 * TILE, 2>(w) | pair_of_3<4 * TILE + 2, 8>(w);
-    a[1] = pair_of_3<4 * TILE + 1, 5>(w) | pair_of_3<4 * TILE + 3, 11>(w);
+__device__ __forceinline__ uint2 rows_of_3(const u32* w) {
+    return {pair_of_3<4 * TILE, 2>(w) | pair_of_3<4 * TILE + 2, 8>(w),
+            pair_of_3<4 * TILE + 1, 5>(w) | pair_of_3<4 * TILE + 3, 11>(w)};
 }
 
-// A fragments of two tiles each.
-template <int BITS>
-__device__ __forceinline__ void expand_bytes(const u32* w, u32 (&a)[Bytes<BITS>::TWOS][4]) {
-    if constexpr (BITS == 3) {
-        expand_3<0>(w, a[0]), expand_3<1>(w, a[0] + 2), expand_3<2>(w, a[1]), expand_3<3>(w, a[1] + 2);
+// Rows g and g + 8 of tile `i` of those whose words are `w`; at 3 bits they may have a word each (`alone`).
+template <int BITS, bool LIFTED>
+__device__ __forceinline__ uint2 rows_of_tile(const u32* w, int i, bool alone) {
+    if constexpr (BITS == 2) {
+        const u32 x = LIFTED && i == 0 ? w[0] << 4 : w[0];  // to the left, which is a multiplication
+        return i || LIFTED ? uint2{x & 0x30303030u, x & 0xc0c0c0c0u}
+                           : uint2{x & 0x03030303u, x & 0x0c0c0c0cu};
+    } else if constexpr (BITS == 3) {
+        if (alone)
+            return {(w[i] & 0x00070007u) << 2 | (w[i] & 0x07000700u),
+                    (w[i] & 0x00700070u) << 1 | (w[i] >> 1 & 0x38003800u)};
+        return i == 0   ? rows_of_3<0>(w)
+               : i == 1 ? rows_of_3<1>(w)
+               : i == 2 ? rows_of_3<2>(w)
+                        : rows_of_3<3>(w);
+    } else if constexpr (BITS == 4) {
+        return {w[i] & 0x0f0f0f0fu, w[i] & 0xf0f0f0f0u};
     } else {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            u32* const r = a[0] + 2 * i;
-            if constexpr (BITS == 2) {
-                const u32 x = i ? w[0] : w[0] << 4;  // to the left, which is a multiplication
-                r[0] = x & 0x30303030u, r[1] = x & 0xc0c0c0c0u;
-            } else if constexpr (BITS == 4) {
-                r[0] = w[i] & 0x0f0f0f0fu, r[1] = w[i] & 0xf0f0f0f0u;
-            } else {
-                r[0] = __byte_perm(w[2 * i], w[2 * i + 1], 0x6240);
-                r[1] = __byte_perm(w[2 * i], w[2 * i + 1], 0x7351);
-            }
-        }
+        return {__byte_perm(w[2 * i], w[2 * i + 1], 0x6240), __byte_perm(w[2 * i], w[2 * i + 1], 0x7351)};
     }
 }
 
-// f(number, fragment) for each two tiles of a region; those that range words in the order order(0), ...
-template <int BITS, class Order, class F>
-__device__ __forceinline__ void for_each_two(const u8* codes, int lane, Order order, F f) {
-    constexpr int WORDS = Bytes<BITS>::WORDS, TWOS = Bytes<BITS>::TWOS;
+// The words of tiles from `first` on that are loaded at once.
+template <int BITS>
+__device__ __forceinline__ void load_words(const u8* codes, int first, int lane,
+                                           u32 (&w)[Bytes<BITS>::WORDS]) {
+    const u32* const from = (const u32*)codes + words_of(BITS, first) * 32 + lane;
 #pragma unroll
-    for (int i = 0; i < 2 * TILES_D / TWOS; ++i) {
-        u32 w[WORDS], a[TWOS][4];
-#pragma unroll
-        for (int v = 0; v < WORDS; ++v) w[v] = ((const u32*)codes)[(order(i) * WORDS + v) * 32 + lane];
-        expand_bytes<BITS>(w, a);
-#pragma unroll
-        for (int j = 0; j < TWOS; ++j) f(order(i) * TWOS + j, a[j]);
-    }
+    for (int v = 0; v < Bytes<BITS>::WORDS; ++v)
+        w[v] = words_of(BITS, first) + v < words_of(BITS, TILES_D) ? from[v * 32] : 0;
 }
 
 #define KVLAB_MMA_BYTES(TYPE, c, a, b0, b1)                       \

@@ -4,23 +4,21 @@
 #pragma once
 
 #include "packed/int8_mma.cuh"
-#include "packed/page_ring.cuh"
 
-constexpr bool TWO_BITS_ALONE = WIDTHS_K == 1, THREE_BITS = WIDTHS_K & 2,
-               ONE_KEY_WIDTH = (WIDTHS_K & (WIDTHS_K - 1)) == 0;
+constexpr bool THREE_BITS = WIDTHS_K & 2, ONE_KEY_WIDTH = (WIDTHS_K & (WIDTHS_K - 1)) == 0;
 constexpr int TWOS_D = TILES_D / 2;
 constexpr float MOST = 127 * 256 + 127;
 
-// The rows of a lane, and B fragments of two tiles in the order of 2 bits if keys have no other, else of 4,
-// and for 3 bits, where columns 0 to 7 are a quarter. Those of 8 rows stay in shared memory: registers have
-// no room.
+// The rows of a lane, and B fragments of two tiles, and those for 3 bits, where columns 0 to 7 are a quarter.
+// Those of 8 rows stay in shared memory: registers have no room.
 struct Query {
-    const uint2* stored;                      // [row of the lane][order][two tiles][32 lanes]
-    uint2 own[2][TWOS_D];                     // the same of 4 rows
-    int sum[LANE_ROWS], sum_of_3[LANE_ROWS];  // of its fixed-point numbers
-    float bias[LANE_ROWS];                    // the part of the mean key in a score
-    float unit[LANE_ROWS];                    // twice what 1 stands for
-    u32 start[LANE_ROWS][4];                  // of accumulators, if keys have one width
+    const uint2* stored;      // [row of the lane][for 3 bits][two tiles][32 lanes]
+    uint2 own[2][TWOS_D];     // the same of 4 rows
+    const int2* stored_sum;   // [row of the lane]: of fixed-point numbers, and of those for 3 bits
+    int2 sum[LANE_ROWS];      // the same of 4 rows
+    float bias[LANE_ROWS];    // the part of the mean key in a score
+    float unit[LANE_ROWS];    // twice what 1 stands for
+    u32 start[LANE_ROWS][4];  // of accumulators, if keys have one width
 };
 
 template <bool OF_3>
@@ -29,13 +27,19 @@ __device__ __forceinline__ uint2 fragment_of(const Query& query, int j, int two)
     return query.stored[((2 * j + OF_3) * TWOS_D + two) * 32];
 }
 
+template <bool OF_3>
+__device__ __forceinline__ int sum_of(const Query& query, int j) {
+    const int2 sums = LANE_ROWS == 1 ? query.sum[j] : query.stored_sum[j];
+    return OF_3 ? sums.y : sums.x;
+}
+
 // Where accumulators start: ZERO less what lies between codes and values.
 template <int BITS>
 __device__ __forceinline__ void start_scores(int sum, u32 (&start)[4]) {
     const int middle = (((1 << BITS) - 1) * sum) >> 1;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const int from = -middle * (r ? Bytes<BITS>::ODD : Bytes<BITS>::EVEN);
+        const int from = -middle * ((r ? Bytes<BITS>::ODD : Bytes<BITS>::EVEN) << Bytes<BITS>::SECOND);
         start[2 * r] = SIGNED_ZERO + (from >> 8);
         start[2 * r + 1] = SIGNED_ZERO + (from & 255);
     }
@@ -61,17 +65,14 @@ __device__ __forceinline__ uint2 fixed_point_row(const float* rows, int row_coun
     for (int r = 0; r < 2; ++r) {
         u32 halves[2];
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
-            halves[h] = TWO_BITS_ALONE ? __byte_perm(x[0][r][h], x[1][r][h], select)
-                                       : __byte_perm(x[r][0][h], x[r][1][h], select);
+        for (int h = 0; h < 2; ++h) halves[h] = __byte_perm(x[r][0][h], x[r][1][h], select);
         part[r] = __byte_perm(halves[0], halves[1], 0x5410) ^ flip;
     }
     return {part[0], part[1]};
 }
 
-// Of the fixed-point numbers of row j of the lane.
 template <bool OF_3>
-__device__ __forceinline__ int sum_of(const Query& query, int j) {
+__device__ __forceinline__ int add_up(const Query& query, int j) {
     constexpr u32 COUNTS = OF_3 ? 0x01040104u : 0x01010101u;
     u32 sums[4] = {0, 0, 0, 0};
     const u32 counts[4] = {COUNTS, COUNTS, COUNTS, COUNTS};
@@ -85,21 +86,21 @@ __device__ __forceinline__ int sum_of(const Query& query, int j) {
 
 // Fragments, each made by one warp, come to where the rows lie. All threads.
 __device__ __forceinline__ void store_fragments(float* rows, int row_count, int lane) {
-    constexpr int COUNT = 2 * LANE_ROWS * TWOS_D, OF_A_WARP = (COUNT + WARPS - 1) / WARPS;
+    constexpr int KINDS = 2 * LANE_ROWS, COUNT = KINDS * TWOS_D, OF_A_WARP = (COUNT + WARPS - 1) / WARPS;
     uint2 part[OF_A_WARP] = {};
 #pragma unroll
     for (int i = 0; i < OF_A_WARP; ++i) {
-        const int n = i * WARPS + threadIdx.x / 32, j = n / (2 * TWOS_D), two = n % TWOS_D;
-        const bool of_3 = n / TWOS_D % 2;
+        const int n = i * WARPS + threadIdx.x / 32, kind = n % KINDS, two = n / KINDS;
+        const bool of_3 = kind % 2;
         if (n >= COUNT) break;
-        if (WIDTHS_K != 2 && !of_3) part[i] = fixed_point_row<false>(rows, row_count, j, two, lane);
-        if (THREE_BITS && of_3) part[i] = fixed_point_row<true>(rows, row_count, j, two, lane);
+        if (WIDTHS_K != 2 && !of_3) part[i] = fixed_point_row<false>(rows, row_count, kind / 2, two, lane);
+        if (THREE_BITS && of_3) part[i] = fixed_point_row<true>(rows, row_count, kind / 2, two, lane);
     }
     __syncthreads();  // every warp has read the rows
 #pragma unroll
     for (int i = 0; i < OF_A_WARP; ++i) {
         const int n = i * WARPS + threadIdx.x / 32;
-        if (n < COUNT) ((uint2*)rows)[32 * n + lane] = part[i];
+        if (n < COUNT) ((uint2*)rows)[32 * (n % KINDS * TWOS_D + n / KINDS) + lane] = part[i];
     }
     __syncthreads();  // the fragments are written
 }
@@ -116,6 +117,7 @@ __device__ __forceinline__ void load_query(float* rows, int row_count, int lane,
     }
     store_fragments(rows, row_count, lane);
     query.stored = (const uint2*)rows + lane;
+    query.stored_sum = (const int2*)(rows + 8 * HEAD_DIM) + LANE_ROWS * (lane % 4);
     if (LANE_ROWS == 1) {
 #pragma unroll
         for (int two = 0; two < TWOS_D; ++two) {
@@ -125,13 +127,18 @@ __device__ __forceinline__ void load_query(float* rows, int row_count, int lane,
     }
 #pragma unroll
     for (int j = 0; j < LANE_ROWS; ++j) {
-        if (WIDTHS_K != 2) query.sum[j] = sum_of<false>(query, j);
-        if (THREE_BITS) query.sum_of_3[j] = sum_of<true>(query, j);
+        const int2 sums = {WIDTHS_K != 2 ? add_up<false>(query, j) : 0,
+                           THREE_BITS ? add_up<true>(query, j) : 0};
+        if (LANE_ROWS == 1)
+            query.sum[j] = sums;
+        else if (lane < 4)  // every warp the same
+            ((int2*)(rows + 8 * HEAD_DIM))[LANE_ROWS * lane + j] = sums;
         if (ONE_KEY_WIDTH) {
-            start_scores<bits_of<WIDTHS_K>(0)>(THREE_BITS ? query.sum_of_3[j] : query.sum[j], query.start[j]);
+            start_scores<bits_of<WIDTHS_K>(0)>(THREE_BITS ? sums.y : sums.x, query.start[j]);
 #pragma unroll
             for (int r = 0; r < 4; ++r)
-                asm volatile("" : "+r"(query.start[j][r]));  // or it is computed for every page
+                asm volatile("" : "+r"(query.start[j][r]));  // or it is computed for every quad
         }
     }
+    __syncwarp();  // sums are stored
 }

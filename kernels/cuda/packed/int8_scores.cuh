@@ -5,31 +5,41 @@
 
 // Scores of coded keys, less `base`.
 template <int BITS>
-__device__ __forceinline__ void coded_scores(const u8* codes, const u8* scales, const Query& query,
+__device__ __forceinline__ void coded_scores(const Item& item, const Query& query,
                                              const float (&base)[LANE_ROWS], float (&s)[8][LANE_ROWS],
                                              int lane) {
-    constexpr float EVEN = Bytes<BITS>::EVEN, ODD = Bytes<BITS>::ODD;
-    constexpr int TWOS = Bytes<BITS>::TWOS, PER_BLOCK = TWOS_D % TWOS ? 0 : TWOS_D / TWOS;
+    constexpr float EVEN = Bytes<BITS>::EVEN << Bytes<BITS>::SECOND,
+                    ODD = Bytes<BITS>::ODD << Bytes<BITS>::SECOND;
     u32 sums[LANE_ROWS][4][4];
 #pragma unroll
     for (int j = 0; j < LANE_ROWS; ++j) {
         u32 start[4] = {query.start[j][0], query.start[j][1], query.start[j][2], query.start[j][3]};
-        if (!ONE_KEY_WIDTH) start_scores<BITS>(BITS == 3 ? query.sum_of_3[j] : query.sum[j], start);
+        if (!ONE_KEY_WIDTH) start_scores<BITS>(sum_of<BITS == 3>(query, j), start);
 #pragma unroll
         for (int i = 0; i < 16; ++i) sums[j][i / 4][i % 4] = start[i % 4];
     }
-    for_each_two<BITS>(
-        codes, lane, [](int i) { return PER_BLOCK ? i % 4 * PER_BLOCK + i / 4 : i; },
-        [&](int two, const u32(&a)[4]) {
-            constexpr bool OTHER = BITS == 2 && !TWO_BITS_ALONE;
 #pragma unroll
-            for (int j = 0; j < LANE_ROWS; ++j) {
-                const uint2 q = fragment_of<BITS == 3>(query, j, two % TWOS_D);
-                KVLAB_MMA_BYTES("s8", sums[j][two / TWOS_D], a, OTHER ? __byte_perm(q.x, q.y, 0x6240) : q.x,
-                                OTHER ? __byte_perm(q.x, q.y, 0x7351) : q.y);
+    for (int first = 0; first < TILES_D; first += Bytes<BITS>::TILES) {
+#pragma unroll
+        for (int b = 0; b < 4; ++b) {
+            u32 w[Bytes<BITS>::WORDS];
+            load_words<BITS>(item.page[b], first, lane, w);
+#pragma unroll
+            for (int i = 0; i < Bytes<BITS>::TILES; i += 2) {
+                if (first + i >= TILES_D) break;
+                const bool alone = first + Bytes<BITS>::TILES > TILES_D;
+                const uint2 left = rows_of_tile<BITS, true>(w, i, alone);
+                const uint2 right = rows_of_tile<BITS, true>(w, i + 1, alone);
+                const u32 a[4] = {left.x, left.y, right.x, right.y};
+#pragma unroll
+                for (int j = 0; j < LANE_ROWS; ++j) {
+                    const uint2 q = fragment_of<BITS == 3>(query, j, (first + i) / 2);
+                    KVLAB_MMA_BYTES("s8", sums[j][b], a, q.x, q.y);
+                }
             }
-        });
-    const Scales scale = load_scales(scales, lane / 4);
+        }
+    }
+    const Scales scale = load_scales(item, code_bytes(BITS), lane);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
 #pragma unroll

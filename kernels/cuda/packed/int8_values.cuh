@@ -1,7 +1,7 @@
 // Sums over coded values by integer products: see packed/int8_mma.cuh.
 //
-// p times scale is relative to the largest of its row on the page, never to a maximum over pages: many small
-// ones would vanish. Sums over pages are float32, of values but for their zero point.
+// p times scale is relative to the largest of its row in the quad, never to a maximum over quads: many small
+// ones would vanish. Sums over quads are float32, of values but for their zero point.
 #pragma once
 
 #include "packed/int8_mma.cuh"
@@ -38,38 +38,55 @@ __device__ __forceinline__ ScaledP scale_probabilities(const float (&p)[8][LANE_
     return r;
 }
 
+// The values are `from` bytes behind the beginning of pages.
 template <int BITS>
-__device__ __forceinline__ void add_coded_values(const u8* codes, const ScaledP& scaled_p, State& state,
-                                                 int lane) {
-    constexpr int APART = BITS == 2 ? 2 : 1;  // slots of neighbouring bytes
-    u32 p[LANE_ROWS][4], sums[LANE_ROWS][4];
-    float units[LANE_ROWS][2];
+__device__ __forceinline__ void add_coded_values(const Item& item, u32 from, const ScaledP& scaled_p,
+                                                 State& state, int lane) {
+    u32 p[LANE_ROWS][4];
+    float units[LANE_ROWS][2][2];  // of first and second tiles, rows g and g + 8
 #pragma unroll
     for (int j = 0; j < LANE_ROWS; ++j) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int slot = BITS == 2 ? i / 2 * 4 + i % 2 : 2 * i;
-            p[j][i] = transposed(__byte_perm(scaled_p.x[j][slot], scaled_p.x[j][slot + APART], 0x4051));
+        for (int b = 0; b < 4; ++b)
+            p[j][b] = transposed(__byte_perm(scaled_p.x[j][2 * b], scaled_p.x[j][2 * b + 1], 0x4051));
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            constexpr int SECOND = 1 << Bytes<BITS>::SECOND;
+            units[j][i][0] = 2.f / (Bytes<BITS>::EVEN * (i ? SECOND : 1)) * scaled_p.unit[j];
+            units[j][i][1] = 2.f / (Bytes<BITS>::ODD * (i ? SECOND : 1)) * scaled_p.unit[j];
         }
-        units[j][0] = 2.f / Bytes<BITS>::EVEN * scaled_p.unit[j];
-        units[j][1] = 2.f / Bytes<BITS>::ODD * scaled_p.unit[j];
         state.zero_point_sum[j] = fmaf(scaled_p.sum[j], 1.f - (1 << BITS), state.zero_point_sum[j]);
     }
-    for_each_two<BITS>(
-        codes, lane, [](int i) { return i; },
-        [&](int two, const u32(&a)[4]) {
 #pragma unroll
-            for (int j = 0; j < LANE_ROWS; ++j) {
-                if (two % 2 == 0) sums[j][0] = sums[j][1] = sums[j][2] = sums[j][3] = UNSIGNED_ZERO;
-                KVLAB_MMA_BYTES("u8", sums[j], a, p[j][two % 2 * 2], p[j][two % 2 * 2 + 1]);
-                if (two % 2 == 0) continue;
+    for (int first = 0; first < TILES_D; first += Bytes<BITS>::TILES) {
+        u32 w[4][Bytes<BITS>::WORDS];
 #pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    float& out = state.out[two / 2][LANE_ROWS * r + j];
-                    out = fmaf(joined<UNSIGNED_ZERO>(sums[j][2 * r], sums[j][2 * r + 1]), units[j][r], out);
+        for (int b = 0; b < 4; ++b) load_words<BITS>(item.page[b] + from, first, lane, w[b]);
+#pragma unroll
+        for (int i = 0; i < Bytes<BITS>::TILES; ++i) {
+            if (first + i >= TILES_D) break;
+            const bool alone = first + Bytes<BITS>::TILES > TILES_D;
+            u32 sums[LANE_ROWS][4];
+#pragma unroll
+            for (int b = 0; b < 4; b += 2) {
+                const uint2 left = rows_of_tile<BITS, false>(w[b], i, alone);
+                const uint2 right = rows_of_tile<BITS, false>(w[b + 1], i, alone);
+                const u32 a[4] = {left.x, left.y, right.x, right.y};
+#pragma unroll
+                for (int j = 0; j < LANE_ROWS; ++j) {
+                    if (b == 0) sums[j][0] = sums[j][1] = sums[j][2] = sums[j][3] = UNSIGNED_ZERO;
+                    KVLAB_MMA_BYTES("u8", sums[j], a, p[j][b], p[j][b + 1]);
                 }
             }
-        });
+#pragma unroll
+            for (int r = 0; r < 2 * LANE_ROWS; ++r) {
+                const u32* const parts = sums[r % LANE_ROWS] + r / LANE_ROWS * 2;
+                float& out = state.out[first + i][r];
+                out = fmaf(joined<UNSIGNED_ZERO>(parts[0], parts[1]),
+                           units[r % LANE_ROWS][i % 2][r / LANE_ROWS], out);
+            }
+        }
+    }
 }
 
 // The sums of values are complete.

@@ -1,7 +1,7 @@
-// Softmax over the scores of a page: of slots 8 g + i and rows of the lane at s[i].
+// Softmax over the scores of a quad.
 #pragma once
 
-#include "packed/call.cuh"
+#include "packed/quad_ring.cuh"
 #include "packed/state.cuh"
 
 // Caps scores and takes `base` off them.
@@ -14,15 +14,17 @@ __device__ __forceinline__ void cap_scores(float cap, const float (&base)[LANE_R
     }
 }
 
-__device__ __forceinline__ void mask_unused(int count, float (&s)[8][LANE_ROWS], int lane) {
+// Hides the slots of the lane that hold no token.
+__device__ __forceinline__ void mask_unused(const PageWords& words, float (&s)[8][LANE_ROWS], int lane) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
 #pragma unroll
-        for (int j = 0; j < LANE_ROWS; ++j) s[i][j] = 8 * (lane / 4) + i < count ? s[i][j] : -INFINITY_F;
+        for (int j = 0; j < LANE_ROWS; ++j)
+            s[i][j] = lane / 4 * 2 + i % 2 < tokens_of(words.of[i / 2]) ? s[i][j] : -INFINITY_F;
     }
 }
 
-// Updates row_max, and rescales all that is relative to it, where a score of a page exceeds it by more than
+// Updates row_max, and rescales all that is relative to it, where a score of a quad exceeds it by more than
 // max_excess. `scales` are those of the values, if they are coded. What raw values of float16 are multiplied
 // by must have a p_exponent of 0.
 template <bool HAS_SCALES>
@@ -72,7 +74,7 @@ __device__ __forceinline__ void update_row_max(float (&s)[8][LANE_ROWS], const S
                 top[j] = fmaxf(top[j], __shfl_xor_sync(ALL_LANES, top[j], bit));
             const bool empty_row = WINDOW ? has_no_token(state, j) : empty;
             if (!empty_row) top[j] = fmaxf(top[j], exponent_before);
-            const bool waits = WINDOW && empty_row && !(top[j] > -INFINITY_F);  // all of the page is hidden
+            const bool waits = WINDOW && empty_row && !(top[j] > -INFINITY_F);  // all of the quad is hidden
             if (WINDOW && !waits) state.seen |= 1u << j;
             const float rise = waits ? 0.f : top[j] - (state.max_excess - SLACK);
             state.row_max[j] += rise;

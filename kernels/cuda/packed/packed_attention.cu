@@ -1,19 +1,20 @@
 // Decode attention over packed pages of mixed widths, in one launch.
 //
 // A sequence is what shares a list of pages and fits the 8 columns of an mma tile: one (row, KV head) and up
-// to 8 query rows (query position, head of the group). The pages of all sequences form one list.
+// to 8 query rows (query position, head of the group). Pages are taken in quads: four of one rung, entries 4
+// n to 4 n + 3 of a table, 64 slots. The quads of all sequences form one list.
 //
 // Threads and data
-//   grid   persistent. If it costs little balance, a CTA has pages of one sequence only, every n-th of its
-//          table; else CTA b takes the pages [T b / grid, T (b + 1) / grid) of the list, in which a
+//   grid   persistent. If it costs little balance, a CTA has quads of one sequence only, every n-th of its
+//          table; else CTA b takes the quads [T b / grid, T (b + 1) / grid) of the list, in which a
 //          sequence's table is read down the columns of a matrix. So with several rungs every CTA sees the
 //          same mixture, however the table is sorted.
-//   warp   pages begin + warp, + WARPS, ... through a ring of slots of its own in shared memory, filled by
-//          bulk copies that lane 0 issues; warps meet only where a sequence begins or ends. A page is one
-//          item of the ring, or, if it is large, K and V are, in two halves each at width 16.
+//   warp   quads begin + warp, + WARPS, ... through a ring of slots of its own in shared memory, filled by
+//          bulk copies (packed/quad_ring.cuh); warps meet only where a sequence begins or ends.
 //   lane   g = lane / 4, u = lane % 4 of an mma tile: A = K tile (tokens x channels) or V^T tile (channels x
 //          tokens), B = q^T or P, C = scores (tokens x rows) or out^T (channels x rows), columns 2u, 2u + 1.
-//          Lane group g owns slots 8 g to 8 g + 7 of a page.
+//          Tiles of page b of a quad have rows (of K) or columns (of V) of its own, and lane group g has its
+//          slots 2 g and 2 g + 1, rows g and g + 8 of a tile of K.
 //
 // Scores are base 2. K and V below width 16 are rotated; so q is rotated where a sequence begins, and out
 // where it ends. Pages of raw V turn the accumulators into their basis and back: the rotation is its own
@@ -27,7 +28,7 @@
 // largest near the top of it: for q from the rows of a sequence (packed/scores.cuh), for p from the largest
 // scale met so far (packed/online_softmax.cuh).
 //
-// Memory: shared WARPS * stages * slot_bytes (ring) + WARPS * min(rows, 4) * (HEAD_DIM + 2) * 4 (merge);
+// Memory: shared WARPS * stages * slot_bytes (ring) + WARPS * merge_rows * (HEAD_DIM + 2) * 4 (merge);
 // registers at head_dim 128: 32 out, 16 q, 16 scores (half of each with INT8_MMA = 1), 8 scales, and what is
 // being expanded. With INT8_MMA = 2, and of float16 the part of q that its rounding takes off, q is read from
 // `rows`.
@@ -39,7 +40,7 @@
 #include "packed/split_kv.cuh"
 #include "packed/combine.cuh"
 #include "packed/saved_scores.cuh"
-#include "packed/page_ring.cuh"
+#include "packed/quad_ring.cuh"
 #include "packed/online_softmax.cuh"
 #include "packed/window.cuh"
 #if INT8_MMA
@@ -52,8 +53,6 @@
 #include "packed/scores.cuh"
 #include "packed/values.cuh"
 #endif
-
-constexpr int MAX_STAGES = 8;
 
 // ---- Queries
 
@@ -126,6 +125,12 @@ __device__ __forceinline__ void write_row(const Call& call, const Sequence& s, i
     for (int i = 0; i < PAIRS_OF_LANE; ++i)
         pairs[i] = lane + 32 * i < HEAD_DIM / 2 ? ((const float2*)x)[lane + 32 * i] : float2{0.f, 0.f};
     if (WIDTHS_V & CODED) hadamard_row(pairs, lane);
+#pragma unroll
+    for (int i = 0; i < PAIRS_OF_LANE; ++i) {
+        const int channel = 2 * (lane + 32 * i);
+        if ((WIDTHS_V & CODED) && turns_sign(channel)) pairs[i].x = -pairs[i].x;
+        if ((WIDTHS_V & CODED) && turns_sign(channel + 1)) pairs[i].y = -pairs[i].y;
+    }
     const RowCoord p = row_coord(call, s, row);
     const u64 heads = call.heads_kv * call.group, seqlen_q = (u32)call.rows / (u32)call.group;
     const float factor = sum == 0.f ? 0.f : (WIDTHS_V & CODED ? NORM : 1.f) / sum;
@@ -147,34 +152,28 @@ __device__ __forceinline__ int owner(u32 position, u32 total, u32 ctas) {
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const __grid_constant__ Call call) {
     extern __shared__ __align__(128) u8 shared[];
-    __shared__ __align__(8) u64 barriers[WARPS * MAX_STAGES];
-    __shared__ __align__(8) uint2 page_words[WARPS * MAX_STAGES];  // see write_page
-    __shared__ u32 indices[WINDOW ? WARPS * MAX_STAGES : 1];       // of the same, in its pool
+    __shared__ __align__(16) u8 labels[WARPS][MAX_STAGES][LABEL_BYTES];  // of slots
     __shared__ __align__(8) float rows[8 * ROW_FLOATS];
     __shared__ int arrived;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    u8* const ring = shared + warp * call.stages * call.slot_bytes;
-    float* const merge = (float*)(shared + WARPS * call.stages * call.slot_bytes);
-    const u32 barrier = shared_address(barriers + warp * MAX_STAGES);
-    const u32 page_words_address = shared_address(page_words + warp * MAX_STAGES);
-    if (lane == 0) {
-#pragma unroll 1
-        for (int i = 0; i < call.stages; ++i)
-            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier + 8 * i));
+    const u32 first_label = shared_address(labels[warp]);
+    if (lane < MAX_STAGES) {
+        asm volatile(
+            "mbarrier.init.shared::cta.b64 [%0], 4;" ::"r"(first_label + lane * LABEL_BYTES + BARRIER));
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncwarp();  // the barriers of this warp are ready
     begin_early();
 
-    // The lane's entry among the first 32 pages of the warp, read together with the lengths.
+    // The lane's page among the first 8 quads of the warp, read together with the lengths.
     const int blocks = (call.rows + 7) / 8, b = blockIdx.x;
     const WorkRange estimate = estimate_split(call, blocks);
     Entry own = {};
     if (estimate.num_splits) {
-        const u32 column = b - estimate.first_cta + estimate.num_splits * (warp + lane * WARPS);
-        if (column < call.entries)
+        const u32 column = b - estimate.first_cta + estimate.num_splits * (warp + lane / 4 * WARPS);
+        if (4 * column < call.entries)
             own = entry_at(call.index, call.rung, call.count, (u64)estimate.number * call.entries, column,
-                           estimate.number);
+                           lane % 4, estimate.number);
     }
     int total, ctas;
     const WorkRange range = split_kv(call, estimate, blocks, lane, total, ctas);
@@ -182,51 +181,51 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
     const bool known = range.num_splits && range.number == estimate.number &&
                        range.first_cta == estimate.first_cta &&
                        (end <= 1 || range.num_splits == estimate.num_splits);
-    int number = range.number, start = range.start;
+    int number = range.number, start = range.start, quads = range.quads;  // the sequence of this CTA's cursor
     RawQuery raw;
     if ((WIDTHS_K & CODED) && begin < end) read_query(call, sequence_at(call, number), warp, lane, raw);
 
-    // Producing: the warp's pages 32 at a time, one a lane; page n is at position begin + warp + n * WARPS.
-    const int each = call.num_rungs > 1 && ctas ? (total + ctas - 1) / ctas : 0;
-    const u32 page_count = begin + warp < end ? (end - begin - warp + WARPS - 1) / WARPS : 0;
-    u32 next_page = 0;
-    int next_part = 0;
+    // The ring of a warp; where only some warps have a quad, they share the memory of all.
+    const int stages = min(MAX_STAGES, quotient(call.stages * WARPS, max(1, min(WARPS, end - begin))));
+    const u32 ring = shared_address(shared) + warp * stages * call.slot_bytes;
+
+    // Producing: the warp's quads 8 at a time, a lane each page; quad n is at position begin + warp + n *
+    // WARPS.
+    int next_quad = 0, next_item = 0;
     auto produce = [&](int slot) {
-        if (next_page == page_count) return;
-        if (next_page % 32 == 0 && next_part == 0 && (WINDOW || next_page || !known)) {
-            const int position = begin + warp + (next_page + lane) * WARPS;
-            if (position < end && (next_page || !known))
+        if (begin + warp + next_quad * WARPS >= end) return;
+        if (next_quad % 8 == 0 && next_item == 0 && (WINDOW || next_quad || !known)) {
+            const int position = begin + warp + (next_quad + lane / 4) * WARPS;
+            if (position < end && (next_quad || !known))
                 own = range.num_splits
-                          ? entry_at(call.index, call.rung, call.count, (u64)range.number * call.entries,
-                                     b - range.first_cta + range.num_splits * position, range.number)
+                          ? entry_at(call.index, call.rung, call.count, (u64)number * call.entries,
+                                     b - range.first_cta + range.num_splits * position, lane % 4, number)
                           : find_entry(call.index, call.rung, call.count, call.num_pages, call.entries,
-                                       blocks, each, position, range.number, range.start, range.pages);
-            if (WINDOW && position < end) own.word = page_word_in_window(call, own);
+                                       blocks, total, call.num_rungs > 1 ? ctas : 0, position, lane % 4,
+                                       number, start, quads);
+            if (WINDOW && position < end) own.word = page_word_in_window(call, own, lane % 4);
         }
-        const u32 index = __shfl_sync(ALL_LANES, own.index, next_page % 32);
-        const u32 word = __shfl_sync(ALL_LANES, own.word, next_page % 32);
-        const u32 entry = KEEP_SCORES ? __shfl_sync(ALL_LANES, own.column, next_page % 32) : 0;
-        const Rung& rung = call.rungs[word & RUNG];
-        const u8* page = rung.pool + (u64)index * rung.record;
-        u8* const to = ring + slot * call.slot_bytes;
-        const u32 shift = shift_of(page, to);
-        if (lane == 0) write_page(page_words_address + 8 * slot, entry, word | shift);
-        if (WINDOW) {
-            if (lane == 0) indices[warp * MAX_STAGES + slot] = index;
-            if (tokens_of(word) == 0) {
-                if (lane == 0) arrive(barrier + 8 * slot);
-                ++next_page;
-                return;
-            }
+        const int holder = next_quad % 8 * 4, page = lane % 4;
+        const u32 label = first_label + slot * LABEL_BYTES;
+        const Rung& rung = call.rungs[__shfl_sync(ALL_LANES, own.word, holder) & RUNG];
+        const u32 index = __shfl_sync(ALL_LANES, own.index, holder + page);
+        const u32 word = __shfl_sync(ALL_LANES, own.word, holder + page);
+        const u32 column = KEEP_SCORES ? __shfl_sync(ALL_LANES, own.column, holder) : 0;
+        const Part part = part_of(rung, next_item);
+        if (lane < 4) {
+            if (KEEP_SCORES) store_shared(label + COLUMN, column);
+            if (WINDOW) store_shared(label + INDICES + 4 * page, index);
+            ask_for_page(part, rung.pool + (u64)index * rung.record, word, label,
+                         ring + slot * call.slot_bytes, page);
         }
-        ++next_part;
-        if (copy_part(rung, page, next_part - 1, to + shift, barrier + 8 * slot, lane))
-            next_part = 0, ++next_page;
+        const bool hidden = WINDOW && !__any_sync(ALL_LANES, tokens_of(word));  // one item without bytes
+        ++next_item;
+        if (part.last || hidden) next_item = 0, ++next_quad;
     };
-    int filled = 0;  // slots: the first page of all warps goes before their second
+    int filled = 0;  // slots: the first quad of all warps goes before their second
     do {
         produce(filled);
-    } while (++filled < call.stages && next_part);
+    } while (++filled < stages && next_item);
 
     // Sequences without pages
 #pragma unroll 1
@@ -241,33 +240,30 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
     }
 
     // Consuming
-    int slot = 0, n = 0;
+    int slot = 0, at = begin + warp;  // the position of the warp's next quad
     u32 parity = 0;
-    auto wait = [&]() {
-        wait_for(barrier + 8 * slot, parity);
-        const uint2 word = read_page(page_words_address + 8 * slot);
-        return Item{ring + slot * call.slot_bytes + (word.y & SHIFT), word};
-    };
+    auto wait = [&]() { return wait_for(first_label + slot * LABEL_BYTES, parity); };
     auto release = [&]() {
         __syncwarp();  // every lane has read the slot before it is filled again
         produce(slot);
-        if (++slot == call.stages) slot = 0, parity ^= 1;
+        if (++slot == stages) slot = 0, parity ^= 1;
     };
 #pragma unroll 1
     for (int position = begin; position < end; ++number) {
         const Sequence sequence = sequence_at(call, number);
-        const int pages = number == range.number ? range.pages : call.num_pages[sequence.pair];
-        const int stop = min(start + pages, end);
-        if (pages == 0) continue;
+        if (position > begin) quads = quads_of(call.num_pages, sequence.pair);
+        const int stop = min(start + quads, end);
+        if (quads == 0) continue;
         Query query;
         if (WIDTHS_K & CODED) {
-            if (number != range.number) read_query(call, sequence, warp, lane, raw);
+            if (position > begin) read_query(call, sequence, warp, lane, raw);
             if (warp < sequence.rows) rotate_query(raw, call.scale * LOG2E, rows + warp * ROW_FLOATS, lane);
+            raw = {};         // or it takes registers until the next sequence
             __syncthreads();  // all query rows are rotated
             load_query(rows, sequence.rows, lane, query);
         }
 #pragma unroll 1
-        for (; filled < call.stages; ++filled) produce(filled);
+        for (; filled < stages; ++filled) produce(filled);
         const SavedRows saved = KEEP_SCORES ? saved_rows(call, sequence, lane) : SavedRows{};
         const u16* row = WIDTHS_K & RAW ? q_row(call, sequence, min(lane / 4, sequence.rows - 1)) : nullptr;
         const FirstVisible visible = WINDOW ? first_visible_of_lane(call, sequence, lane) : FirstVisible{};
@@ -275,72 +271,74 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
         clear(state, bits_of<WIDTHS_V>(0));
 
 #pragma unroll 1
-        for (; begin + warp + n * WARPS < stop; ++n) {
-            const auto [item, word] = wait();
-            const int count = tokens_of(word.y);
-            const Rung& rung = call.rungs[word.y & RUNG];
+        for (; at < stop; at += WARPS) {
+            Item item = wait();
+            const PageWords words = item.words;
+            const Rung& rung = call.rungs[words.of[0] & RUNG];
+            const u32 label = first_label + slot * LABEL_BYTES;
+            const u32 column = KEEP_SCORES ? load_shared(label + COLUMN) : 0;
             float s[8][LANE_ROWS];
-            if (WINDOW && count == 0) {  // no query row sees a token of the page, or it has none
-                mask_page(s);
-                if (KEEP_SCORES) save_scores(saved, word.x, state, s);
+            if (WINDOW && !words.have(31 << 8)) {  // no query row sees a token of the quad, or it has none
+                mask_quad(s);
+                if (KEEP_SCORES) save_scores(saved, column, state, s);
                 release();
                 continue;
             }
-            const bool masked = WINDOW && (word.y & MASKED);
-            const uint4 offsets =
-                masked ? offsets_of(rung, indices[warp * MAX_STAGES + slot], lane / 4) : uint4{};
+            const bool masked = WINDOW && words.have(MASKED);
+            u32 offsets[4];
+#pragma unroll
+            for (int b = 0; b < 4; ++b)
+                if (WINDOW && words.of[b] & MASKED)
+                    offsets[b] =
+                        ((const u32*)offsets_of(rung, load_shared(label + INDICES + 4 * b)))[lane / 4];
             const int bits_k = bits_of<WIDTHS_K>(rung.bits_k), bits_v = bits_of<WIDTHS_V>(rung.bits_v);
-            const bool one = is_one_item(rung);
-            const int k_bytes = 8 * HEAD_DIM * bits_k, v_bytes = 8 * HEAD_DIM * bits_v;
-            const u8* k_scales = item + k_bytes + (one ? v_bytes : 0);
+            const bool one = is_one_item(bits_k, bits_v);
             float base[LANE_ROWS];
 #pragma unroll
             for (int j = 0; j < LANE_ROWS; ++j) base[j] = SOFTCAP ? 0.f : state.row_max[j];
-            if ((WIDTHS_K & 1) && bits_k == 2) coded_scores<2>(item, k_scales, query, base, s, lane);
-            if ((WIDTHS_K & 2) && bits_k == 3) coded_scores<3>(item, k_scales, query, base, s, lane);
-            if ((WIDTHS_K & 4) && bits_k == 4) coded_scores<4>(item, k_scales, query, base, s, lane);
-            if ((WIDTHS_K & 8) && bits_k == 8) coded_scores<8>(item, k_scales, query, base, s, lane);
+            if ((WIDTHS_K & 1) && bits_k == 2) coded_scores<2>(item, query, base, s, lane);
+            if ((WIDTHS_K & 2) && bits_k == 3) coded_scores<3>(item, query, base, s, lane);
+            if ((WIDTHS_K & 4) && bits_k == 4) coded_scores<4>(item, query, base, s, lane);
+            if ((WIDTHS_K & 8) && bits_k == 8) coded_scores<8>(item, query, base, s, lane);
 #if !INT8_MMA
             if ((WIDTHS_K & RAW) && bits_k == 16) {
-                const float scale_log2 = call.scale * LOG2E;
-                raw_scores<0>(item, row, scale_log2, base, s, lane);
+                raw_scores<0>(item, row, call.scale * LOG2E, base, s, lane);
                 release();
-                raw_scores<1>(wait().data, row, scale_log2, base, s, lane);
+                item = wait();
+                raw_scores<2>(item, row, call.scale * LOG2E, base, s, lane);
             }
 #endif
-            const u8 *values = item + k_bytes, *v_scales = k_scales + 64;
+            const u32 from = one ? side_bytes(bits_k) : 0;  // where values begin in an item
             if (!one) {
                 release();
-                values = wait().data;
-                v_scales = values + v_bytes;
+                item = wait();
             }
             if (SOFTCAP) cap_scores(call.softcap * LOG2E, state.row_max, s);
-            if (count < 64) mask_unused(count, s, lane);
-            if (masked) mask_before_window(offsets, word.y >> 16 << 16, visible, s);
+            if (!words.are_full()) mask_unused(words, s, lane);
+            if (masked) mask_before_window(offsets, words, visible, s);
 #if !INT8_MMA
             if (state.bits != bits_v) change_basis(state, bits_v, lane);
             if ((WIDTHS_V & RAW) && bits_v == 16) {
                 update_row_max<false>(s, {}, state);
-                if (KEEP_SCORES) save_scores(saved, word.x, state, s);
+                if (KEEP_SCORES) save_scores(saved, column, state, s);
                 probabilities(s, state);
                 const ScaledP scaled_p = scale_probabilities(s);
-                add_raw_values<0>(values, scaled_p, count, state, lane);
+                add_raw_values<0>(item, scaled_p, words, state, lane);
                 release();
-                add_raw_values<1>(wait().data, scaled_p, count, state, lane);
+                add_raw_values<2>(wait(), scaled_p, words, state, lane);
                 release();
                 continue;
             }
 #endif
-            const Scales scales =
-                load_scales(v_scales, lane / 4, count);  // that of an unused slot may be NaN
+            const Scales scales = load_live_scales(item, from + code_bytes(bits_v), words, lane);
             update_row_max<!INT8_MMA>(s, scales, state);
-            if (KEEP_SCORES) save_scores(saved, word.x, state, s);
+            if (KEEP_SCORES) save_scores(saved, column, state, s);
             probabilities(s, state);
             const ScaledP scaled_p = scale_probabilities(s, scales, bits_v);
-            if ((WIDTHS_V & 1) && bits_v == 2) add_coded_values<2>(values, scaled_p, state, lane);
-            if ((WIDTHS_V & 2) && bits_v == 3) add_coded_values<3>(values, scaled_p, state, lane);
-            if ((WIDTHS_V & 4) && bits_v == 4) add_coded_values<4>(values, scaled_p, state, lane);
-            if ((WIDTHS_V & 8) && bits_v == 8) add_coded_values<8>(values, scaled_p, state, lane);
+            if ((WIDTHS_V & 1) && bits_v == 2) add_coded_values<2>(item, from, scaled_p, state, lane);
+            if ((WIDTHS_V & 2) && bits_v == 3) add_coded_values<3>(item, from, scaled_p, state, lane);
+            if ((WIDTHS_V & 4) && bits_v == 4) add_coded_values<4>(item, from, scaled_p, state, lane);
+            if ((WIDTHS_V & 8) && bits_v == 8) add_coded_values<8>(item, from, scaled_p, state, lane);
             release();
         }
 #if INT8_MMA
@@ -357,11 +355,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
 #pragma unroll
         for (int j = 0; j < LANE_ROWS; ++j)
             if (has_no_token(state, j)) state.row_max[j] = MIN_ROW_MAX;
-        combine_warps(state, sequence.rows, merge, rows);
+        // The only sequence of a CTA leaves its rows in the ring, which nothing fills any more.
+        const bool only = range.num_splits;
+        const int ring_bytes = call.stages * call.slot_bytes, most = only ? 8 : call.merge_rows;
+        if (only && stages != call.stages) __syncthreads();  // all warps have read the ring
+        combine_warps(state, sequence.rows, most, (float*)(shared + (only ? 0 : WARPS * ring_bytes)),
+                      only ? ring_bytes / 4 : most * ROW_FLOATS, rows);
         bool last = true;
         const int first = range.num_splits ? range.first_cta : owner(start, total, ctas);
         const int num_splits =
-            range.num_splits ? range.num_splits : owner(start + pages - 1, total, ctas) - first + 1;
+            range.num_splits ? range.num_splits : owner(start + quads - 1, total, ctas) - first + 1;
         if (num_splits > 1) {
             float* to = call.partial + (u64)(b + number) * 8 * ROW_FLOATS;
             for (int i = threadIdx.x; i < sequence.rows * ROW_FLOATS; i += WARPS * 32)
@@ -389,7 +392,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
                 write_row(call, sequence, r, rows + r * ROW_FLOATS, lane);
         __syncthreads();  // `rows` may be written again
         position = stop;
-        start += pages;
+        start += quads;
     }
 }
 

@@ -1,32 +1,33 @@
 // Scores that a call saves: where they go, and how.
 //
-// As float32, natural, [saved rows][64 slots] a page: what callers get. As bytes: what a cache needs for the
-// importance of tokens: eighths of a binary order below the base of the (page, row), which follows
-// the codes of all rows as a float. score * log2(e) = (code - 255) / 8 + base, code 0 means nothing:
-// 2^-24 of the largest probability so far, the least that the importance of a token can be.
+// As float32, natural, [saved rows][16 slots of each page] a quad: what callers get. As bytes: what a cache
+// needs for the importance of tokens: eighths of a binary order below the base of the (quad, row), which
+// follows the codes of all rows as a float. score * log2(e) = (code - 255) / 8 + base, code 0 means nothing:
+// 2^-24 of the largest probability so far, the least that the importance of a token can be. Slot s of page q
+// is at 8 (s / 2) + 2 q + s % 2 of a row's 64 bytes.
 #pragma once
 
 #include "packed/call.cuh"
 #include "packed/state.cuh"
 
 // Where the scores of the last query rows of a sequence go, of the rows and slots of a lane: those of its
-// first row of entry 0 at `to`, those of its second behind them.
+// first row of quad 0 at `to`, those of its second behind them.
 struct SavedRows {
     u8* to;
-    u32 page_bytes, has;  // bit j: row j of the lane is saved; bit 2 + j: and it writes the base
+    u32 quad_bytes, has;  // bit j: row j of the lane is saved; bit 2 + j: and it writes the base
     u32 base;             // of its first row, of bytes: how far behind `to`
 };
 
 __device__ __forceinline__ SavedRows saved_rows(const Call& call, const Sequence& s, int lane) {
     const int row = LANE_ROWS * (lane % 4), first = s.first_row + row - (call.rows - call.kept);
-    const int slot = lane / 4 * 8;
-    const u32 page_bytes = KEEP_SCORES == 1 ? (68u * call.kept + 15u) & ~15u : 64u * KEEP_SCORES * call.kept;
-    u8* const pages = (u8*)call.scores + (u64)s.pair * call.entries * page_bytes;
+    const int slot = lane / 4 * (KEEP_SCORES == 1 ? 8 : 2);
+    const u32 quad_bytes = KEEP_SCORES == 1 ? (68u * call.kept + 15u) & ~15u : 64u * KEEP_SCORES * call.kept;
+    u8* const quads = (u8*)call.scores + (u64)s.pair * (call.entries / 4) * quad_bytes;
     const u32 has = (row < s.rows && first >= 0) + 2 * (row + 1 < s.rows && first >= -1);
-    SavedRows r = {pages + (first * 64 + slot) * KEEP_SCORES, page_bytes, has * (lane < 4 ? 5 : 1),
+    SavedRows r = {quads + (first * 64 + slot) * KEEP_SCORES, quad_bytes, has * (lane < 4 ? 5 : 1),
                    (u32)(64 * call.kept + 4 * first - (first * 64 + slot))};
-    // Or all is computed for every page.
-    asm volatile("" : "+l"(r.to), "+r"(r.page_bytes), "+r"(r.has), "+r"(r.base));
+    // Or all is computed for every quad.
+    asm volatile("" : "+l"(r.to), "+r"(r.quad_bytes), "+r"(r.has), "+r"(r.base));
     return r;
 }
 
@@ -39,10 +40,6 @@ constexpr u64 EVICT_LAST = 0x14f0000000000000ull;
     asm volatile("{.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p st.global.L2::cache_hint." TYPE " [%1], " VALUES \
                  ", %2;}" ::"r"(bit),                                                                        \
                  "l"(to), "l"(EVICT_LAST), __VA_ARGS__)
-
-__device__ __forceinline__ void store_saved(u32 bit, void* to, u32 x, u32 y, u32 z, u32 w) {
-    KVLAB_STORE_SAVED("v4.b32", "{%3, %4, %5, %6}", "r"(x), "r"(y), "r"(z), "r"(w));
-}
 
 __device__ __forceinline__ void store_saved(u32 bit, void* to, u32 x, u32 y) {
     KVLAB_STORE_SAVED("v2.b32", "{%3, %4}", "r"(x), "r"(y));
@@ -64,10 +61,10 @@ __device__ __forceinline__ u32 code_pair(u32 scores, u32 top) {
     return code;
 }
 
-// Saves the scores of a page; `s` is relative to row_max, which it exceeds by max_excess at most.
-__device__ __forceinline__ void save_scores(const SavedRows& rows, u32 entry, const State& state,
+// Saves the scores of a quad; `s` is relative to row_max, which it exceeds by max_excess at most.
+__device__ __forceinline__ void save_scores(const SavedRows& rows, u32 column, const State& state,
                                             const float (&s)[8][LANE_ROWS]) {
-    u8* const page = rows.to + (u64)entry * rows.page_bytes;
+    u8* const quad = rows.to + (u64)column * rows.quad_bytes;
     const float range = fmaf(state.max_excess, -1.f / 32, 255.f / 256);
     const u32 top = pack_halves(range, range);
 #pragma unroll
@@ -77,18 +74,15 @@ __device__ __forceinline__ void save_scores(const SavedRows& rows, u32 entry, co
             u32 codes[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) codes[i] = code_pair(pack_halves(s[2 * i][j], s[2 * i + 1][j]), top);
-            store_saved(saved, page + 64 * j, __byte_perm(codes[0], codes[1], 0x6420),
+            store_saved(saved, quad + 64 * j, __byte_perm(codes[0], codes[1], 0x6420),
                         __byte_perm(codes[2], codes[3], 0x6420));
-            store_saved(rows.has & 4 << j, page + rows.base + 4 * j, state.row_max[j] + state.max_excess);
+            store_saved(rows.has & 4 << j, quad + rows.base + 4 * j, state.row_max[j] + state.max_excess);
         } else {
             const float base = state.row_max[j] * LN2;
-            float x[8];
 #pragma unroll
-            for (int i = 0; i < 8; ++i) x[i] = fmaf(s[i][j], LN2, base);
-#pragma unroll
-            for (int i = 0; i < 8; i += 4)
-                store_saved(saved, page + 256 * j + 4 * i, __float_as_uint(x[i]), __float_as_uint(x[i + 1]),
-                            __float_as_uint(x[i + 2]), __float_as_uint(x[i + 3]));
+            for (int i = 0; i < 8; i += 2)
+                store_saved(saved, quad + 256 * j + 32 * i, __float_as_uint(fmaf(s[i][j], LN2, base)),
+                            __float_as_uint(fmaf(s[i + 1][j], LN2, base)));
         }
     }
 }

@@ -1,13 +1,12 @@
-// Scores of the keys of a page, in float16 if they are coded.
+// Scores of the keys of a quad, in float16 if they are coded.
 #pragma once
 
-#include "packed/call.cuh"
-#include "packed/state.cuh"
+#include "packed/quad_ring.cuh"
 
-// With one width of coded keys the factor of columns 8 to 15 is in the query, else it is put there for each
-// page.
+// With one width of coded keys the factor of second tiles is in the query, else it is put there for each
+// quad.
 constexpr bool ONE_KEY_WIDTH = ((WIDTHS_K & CODED) & ((WIDTHS_K & CODED) - 1)) == 0;
-constexpr int RIGHT_OF_KEYS = (WIDTHS_K & CODED) == 1 ? Fields<2>::RIGHT : 0;
+constexpr int SECOND_OF_KEYS = ONE_KEY_WIDTH && WIDTHS_K & 1 ? Fields<2>::SECOND : 0;
 
 // A float16 query is exact until it is rotated, so what rounding it then takes off must not stay off: the
 // rest is multiplied as well. To bfloat16 the rounding to float16 is nothing.
@@ -45,7 +44,9 @@ __device__ __forceinline__ void load_query(float* rows, int row_count, int lane,
         }
         mma_half(sums, ones, query.rotated[i][0], query.rotated[i][1]);
         if (WITH_RESIDUAL) mma_half(sums, ones, residual[i][0], residual[i][1]);
-        if (ONE_KEY_WIDTH) query.rotated[i][1] = lowered<RIGHT_OF_KEYS>(query.rotated[i][1]);
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+            if (i % 2) query.rotated[i][j] = lowered<SECOND_OF_KEYS>(query.rotated[i][j]);
     }
     query.unit = exp2_exact(25 - e);
 #pragma unroll
@@ -66,32 +67,37 @@ __device__ __forceinline__ void load_query(float* rows, int row_count, int lane,
 
 // Scores of coded keys, less `base`.
 template <int BITS>
-__device__ __forceinline__ void coded_scores(const u8* codes, const u8* scales, const Query& query,
-                                             const float (&base)[2], float (&s)[8][2], int lane) {
+__device__ __forceinline__ void coded_scores(const Item& item, const Query& query, const float (&base)[2],
+                                             float (&s)[8][2], int lane) {
     constexpr float MIDDLE = -((1 << BITS) - 1) * .5f / (1 << 24);
     constexpr float EVEN = 1 << Fields<BITS>::EVEN, ODD = 1 << Fields<BITS>::ODD;
+    constexpr int SECOND = Fields<BITS>::SECOND;
     float sums[4][4];
 #pragma unroll
     for (int b = 0; b < 4; ++b) {
 #pragma unroll
         for (int r = 0; r < 4; ++r) sums[b][r] = query.sum[r % 2] * (MIDDLE * (r < 2 ? EVEN : ODD));
     }
-    u32 right[TILES_D];
+    u32 rotated[TILES_D][2];
 #pragma unroll
-    for (int i = 0; i < TILES_D; ++i)
-        right[i] = ONE_KEY_WIDTH ? query.rotated[i][1] : lowered<Fields<BITS>::RIGHT>(query.rotated[i][1]);
-    constexpr int PER_BLOCK = TILES_D % Fields<BITS>::TILES ? 0 : TILES_D / Fields<BITS>::TILES;
-    for_each_tile<BITS, 0, 4 * TILES_D>(
-        codes, lane, [](int i) { return PER_BLOCK ? i % 4 * PER_BLOCK + i / 4 : i; },
-        [&](int tile, const u32(&a)[4]) {
-            const int i = tile % TILES_D;
-            mma_half(sums[tile / TILES_D], a, query.rotated[i][0], right[i]);
-            if (WITH_RESIDUAL) {
-                const uint2 residual = query.residual[32 * i];
-                mma_half(sums[tile / TILES_D], a, residual.x, lowered<Fields<BITS>::RIGHT>(residual.y));
-            }
-        });
-    const Scales scale = load_scales(scales, lane / 4);
+    for (int i = 0; i < 2 * TILES_D; ++i) {
+        const u32 x = query.rotated[i / 2][i % 2];
+        rotated[i / 2][i % 2] = ONE_KEY_WIDTH || i / 2 % 2 == 0 ? x : lowered<SECOND>(x);
+    }
+#pragma unroll
+    for (int group = 0; group < groups_of<BITS>(TILES_D); ++group) {
+#pragma unroll
+        for (int b = 0; b < 4; ++b)
+            for_each_tile<BITS, TILES_D>(item.page[b], lane, group, [&](int i, const u32(&a)[4]) {
+                mma_half(sums[b], a, rotated[i][0], rotated[i][1]);
+                if (WITH_RESIDUAL) {
+                    const uint2 x = query.residual[32 * i];
+                    mma_half(sums[b], a, i % 2 ? lowered<SECOND>(x.x) : x.x,
+                             i % 2 ? lowered<SECOND>(x.y) : x.y);
+                }
+            });
+    }
+    const Scales scale = load_scales(item, code_bytes(BITS), lane);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         const float factor = scale.at(i) * (query.unit * (1.f / (i % 2 ? ODD : EVEN)));
@@ -101,21 +107,23 @@ __device__ __forceinline__ void coded_scores(const u8* codes, const u8* scales, 
     }
 }
 
-// Scores of token blocks 2 HALF and 2 HALF + 1 of raw keys, less `base`; q comes from the first-level cache.
-template <int HALF>
-__device__ __forceinline__ void raw_scores(const u8* keys, const u16* row, float unit, const float (&base)[2],
-                                           float (&s)[8][2], int lane) {
+// Scores of the raw keys of pages FIRST and FIRST + 1, less `base`; q comes from the first-level cache.
+template <int FIRST>
+__device__ __forceinline__ void raw_scores(const Item& item, const u16* row, float unit,
+                                           const float (&base)[2], float (&s)[8][2], int lane) {
     float sums[2][4] = {};
-    for_each_tile<16, 2 * HALF * TILES_D, 2 * TILES_D>(
-        keys, lane, [](int i) { return i % 2 * TILES_D + i / 2; },
-        [&](int tile, const u32(&a)[4]) {
-            const int at = 8 * (tile % TILES_D) + lane % 4;
-            mma(sums[tile / TILES_D - 2 * HALF], a, __ldg((const u32*)row + at),
-                __ldg((const u32*)row + at + 4));
-        });
+#pragma unroll
+    for (int group = 0; group < TILES_D; ++group) {
+#pragma unroll
+        for (int b = 0; b < 2; ++b)
+            for_each_tile<16, TILES_D>(item.page[FIRST + b], lane, group, [&](int i, const u32(&a)[4]) {
+                const u32* const at = (const u32*)row + 8 * i + lane % 4;
+                mma(sums[b], a, __ldg(at), __ldg(at + 4));
+            });
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
-        for (int j = 0; j < 2; ++j) s[4 * HALF + i][j] = fmaf(sums[i / 2][2 * (i % 2) + j], unit, -base[j]);
+        for (int j = 0; j < 2; ++j) s[2 * FIRST + i][j] = fmaf(sums[i / 2][2 * (i % 2) + j], unit, -base[j]);
     }
 }

@@ -1,22 +1,26 @@
-// Split-KV schedule: how the list of the pages of all sequences is divided among CTAs, and where its entries
+// Split-KV schedule: how the list of the quads of all sequences is divided among CTAs, and where its entries
 // are.
 #pragma once
 
 #include "packed/call.cuh"
 
-// The part of the list that a CTA takes. If it has pages of one sequence only, `num_splits` CTAs from
-// `first_cta` on share that sequence, and positions count its own pages: position p is column
-// b - first_cta + p num_splits of its page table.
+// The part of the list that a CTA takes. If it has quads of one sequence only, `num_splits` CTAs from
+// `first_cta` on share that sequence, and positions count its own quads: position p is column
+// b - first_cta + p num_splits of its table.
 struct WorkRange {
     int begin, end;             // positions
-    int number, start;          // the sequence of `begin` and the position of its first page
-    int pages;                  // of that sequence
+    int number, start;          // the sequence of `begin` and the position of its first quad
+    int quads;                  // of that sequence
     int first_cta, num_splits;  // 0, 0 if positions are those of the whole list
 };
 
-// Which page of a sequence is the p-th of its list: down the columns of a matrix with `columns` columns.
-__device__ __forceinline__ u32 page_at(u32 p, u32 pages, u32 columns) {
-    const u32 height = pages / columns, taller = pages - height * columns, upper = taller * (height + 1);
+__device__ __forceinline__ int quads_of(const int* num_pages, int pair) {
+    return (u32)num_pages[pair] / 4u;
+}
+
+// Which quad of a sequence is the p-th of its list: down the columns of a matrix with `columns` columns.
+__device__ __forceinline__ u32 quad_at(u32 p, u32 quads, u32 columns) {
+    const u32 height = quads / columns, taller = quads - height * columns, upper = taller * (height + 1);
     const bool tall = p < upper;
     const u32 from = tall ? p : p - upper, high = tall ? height + 1 : height, column = from / high;
     return (from - column * high) * columns + column + (tall ? 0 : taller);
@@ -43,17 +47,17 @@ __device__ __forceinline__ WorkRange estimate_split(const Call& call, int blocks
     return r;
 }
 
-// Divides the list; one warp. If it costs little balance, every CTA gets pages of one sequence only: as
-// estimate, or else the sequence whose pages begin at position c of T gets the CTAs from round(c ctas / T)
+// Divides the list; one warp. If it costs little balance, every CTA gets quads of one sequence only: as
+// estimate, or else the sequence whose quads begin at position c of T gets the CTAs from round(c ctas / T)
 // on. Else CTA b gets T b / ctas and the following.
 __device__ __forceinline__ WorkRange split_kv(const Call& call, const WorkRange& estimate, int blocks,
                                               int lane, int& total, int& ctas) {
     total = 0;
     int longest = 0;
-    const int grid = gridDim.x, pages = estimate.num_splits ? call.num_pages[estimate.number] : 0;
+    const int grid = gridDim.x, quads = estimate.num_splits ? quads_of(call.num_pages, estimate.number) : 0;
 #pragma unroll 4
     for (int i = lane; i < call.pairs; i += 32) {
-        const int own = call.num_pages[i];
+        const int own = quads_of(call.num_pages, i);
         total += own;
         longest = max(longest, own);
     }
@@ -63,9 +67,9 @@ __device__ __forceinline__ WorkRange split_kv(const Call& call, const WorkRange&
         (float)longest * grid <= 1.07f * ((float)total * (grid / call.pairs))) {  // the usual case
         ctas = grid;
         WorkRange range = estimate;
-        range.pages = pages;
-        range.num_splits = min(range.num_splits, pages);
-        range.end = max(pages - (int)(blockIdx.x - range.first_cta) + range.num_splits - 1, 0) /
+        range.quads = quads;
+        range.num_splits = min(range.num_splits, quads);
+        range.end = max(quads - (int)(blockIdx.x - range.first_cta) + range.num_splits - 1, 0) /
                     max(range.num_splits, 1);
         return range;
     }
@@ -76,12 +80,12 @@ __device__ __forceinline__ WorkRange split_kv(const Call& call, const WorkRange&
     WorkRange whole = {}, split = {};
     whole.begin = (u32)total * b / ctas;
     whole.end = (u32)total * (b + 1) / ctas;
-    const float per_page = (float)ctas / (float)total;
+    const float per_quad = (float)ctas / (float)total;
     bool balanced = blocks == 1;
     int before = 0;
 #pragma unroll 1
     for (int base = 0; base < call.pairs; base += 32) {
-        const int own = base + lane < call.pairs ? call.num_pages[base + lane] : 0;
+        const int own = base + lane < call.pairs ? quads_of(call.num_pages, base + lane) : 0;
         int sum = own * blocks;
 #pragma unroll
         for (int bit = 1; bit < 32; bit *= 2) {
@@ -90,53 +94,54 @@ __device__ __forceinline__ WorkRange split_kv(const Call& call, const WorkRange&
         }
         sum += before;
         const int start = sum - own * blocks;
-        const int first = __float2int_rn(start * per_page), beyond = __float2int_rn(sum * per_page);
-        balanced = balanced && __all_sync(ALL_LANES, own * per_page <= 1.07f * (beyond - first));
+        const int first = __float2int_rn(start * per_quad), beyond = __float2int_rn(sum * per_quad);
+        balanced = balanced && __all_sync(ALL_LANES, own * per_quad <= 1.07f * (beyond - first));
         const u32 holds = __ballot_sync(ALL_LANES, start <= whole.begin && whole.begin < sum);
         if (holds) {
-            const int from = __ffs(holds) - 1, pages = __shfl_sync(ALL_LANES, own, from);
+            const int from = __ffs(holds) - 1, quads = __shfl_sync(ALL_LANES, own, from);
             whole.start = __shfl_sync(ALL_LANES, start, from);
-            const int block = (u32)(whole.begin - whole.start) / (u32)pages;
+            const int block = (u32)(whole.begin - whole.start) / (u32)quads;
             whole.number = (base + from) * blocks + block;
-            whole.start += block * pages;
-            whole.pages = pages;
+            whole.start += block * quads;
+            whole.quads = quads;
         }
         const u32 mine = __ballot_sync(ALL_LANES, first <= b && b < beyond);
         if (mine) {
-            const int from = __ffs(mine) - 1, pages = __shfl_sync(ALL_LANES, own, from);
+            const int from = __ffs(mine) - 1, quads = __shfl_sync(ALL_LANES, own, from);
             split.first_cta = __shfl_sync(ALL_LANES, first, from);
-            split.num_splits = min(__shfl_sync(ALL_LANES, beyond, from) - split.first_cta, pages);
+            split.num_splits = min(__shfl_sync(ALL_LANES, beyond, from) - split.first_cta, quads);
             split.number = base + from;
-            split.pages = pages;
-            split.end = (pages - (b - split.first_cta) + split.num_splits - 1) / split.num_splits;
+            split.quads = quads;
+            split.end = (quads - (b - split.first_cta) + split.num_splits - 1) / split.num_splits;
         }
         before = __shfl_sync(ALL_LANES, sum, 31);
     }
     return balanced ? split : whole;
 }
 
-// A page of the list: its index in the pool, its page word (rung | count << 8), its column in the page table
-// of its (row, KV head), the sequence.
+// A page of a quad of the list: its index in the pool, its page word (rung | count << 8), the quad's column
+// in the table of its (row, KV head), the sequence.
 struct Entry {
     u32 index, word, column, number;
 };
 
 __device__ __forceinline__ Entry entry_at(const u32* index, const u8* rung, const u8* count, u64 row,
-                                          u32 column, u32 number) {
-    return {index[row + column], rung[row + column] | (u32)count[row + column] << 8, column, number};
+                                          u32 column, int page, u32 number) {
+    const u64 at = row + 4 * column + page;
+    return {index[at], rung[at] | (u32)count[at] << 8, column, number};
 }
 
-// The entry of a position of the whole list, at or after the cursor (number, start, pages). Each lane its
-// own; once in 32 pages, and not worth its instructions elsewhere. What it needs of the call comes in
-// registers: through a reference it would come from memory.
+// A page of the quad at a position of the whole list, at or after the cursor (number, start, quads). Each
+// lane its own; once in 8 quads, and not worth its instructions elsewhere. `ctas` is 0 if there is one rung.
+// What it needs of the call comes in registers: through a reference it would come from memory.
 __device__ __noinline__ Entry find_entry(const u32* index, const u8* rung, const u8* count,
-                                         const int* num_pages, int entries, int blocks, int each,
-                                         int position, int number, int start, int pages) {
-    while (position >= start + pages) {
-        start += pages;
-        pages = num_pages[(u32)++number / (u32)blocks];
+                                         const int* num_pages, int entries, int blocks, int total, int ctas,
+                                         int position, int page, int number, int start, int quads) {
+    while (position >= start + quads) {
+        start += quads;
+        quads = quads_of(num_pages, (u32)++number / (u32)blocks);
     }
     const u64 row = (u64)((u32)number / (u32)blocks) * entries;
-    const u32 columns = each ? min(pages, max(4, 2 * pages / each)) : 1;
-    return entry_at(index, rung, count, row, page_at(position - start, pages, columns), number);
+    const u32 columns = ctas ? min(quads, max(4, 2 * quads / ((total + ctas - 1) / ctas))) : 1;
+    return entry_at(index, rung, count, row, quad_at(position - start, quads, columns), page, number);
 }

@@ -3,19 +3,12 @@
 // Query token s of row b stands at first[b] + s and sees stored tokens from first[b] + s - left on, so later
 // rows of a sequence see no more than earlier ones. Pages without a token that its first row sees are not
 // read: they pass through the ring as items without bytes. The lane that has an entry reads the positions of
-// its page, 128 bytes once in 32 pages of a warp, unless the upper 16 bits already tell. Rows whose token is
+// its page, 32 bytes once in 8 quads of a warp, unless the upper 16 bits already tell. Rows whose token is
 // hidden get a score of -infinity.
 #pragma once
 
+#include "packed/quad_ring.cuh"
 #include "packed/split_kv.cuh"
-#include "packed/state.cuh"
-
-constexpr u32 MASKED = 1 << 15;  // of a word: some row does not see some token of the page
-
-// A word is rung | count << 8, with a window | MASKED | the upper 16 bits of positions << 16.
-__device__ __forceinline__ int tokens_of(u32 word) {
-    return WINDOW ? word >> 8 & 127 : word >> 8;
-}
 
 // The first position that a row of a sequence sees.
 __device__ __forceinline__ int first_visible(const Call& call, const Sequence& s, int row) {
@@ -35,55 +28,51 @@ __device__ __forceinline__ FirstVisible first_visible_of_lane(const Call& call, 
     return r;
 }
 
-// The lower 16 bits of the positions of slots 8 g to 8 g + 7 of a page.
-__device__ __forceinline__ uint4 offsets_of(const Rung& rung, u32 index, int g) {
-    const u32 scales = 64 * ((rung.bits_k < 16) + (rung.bits_v < 16));
-    const u8* page = rung.pool + (u64)index * rung.record;
-    return *(const uint4*)(page + 8 * HEAD_DIM * (rung.bits_k + rung.bits_v) + scales + 16 * g);
+// The positions of a page's 16 slots, but for their upper 16 bits.
+__device__ __forceinline__ const uint4* offsets_of(const Rung& rung, u32 index) {
+    return (const uint4*)(rung.pool + (u64)index * rung.record + side_bytes(rung.bits_k) +
+                          side_bytes(rung.bits_v));
 }
 
-__device__ __forceinline__ int offset_at(const uint4& offsets, int i) {
-    const u32 word = i < 2 ? offsets.x : i < 4 ? offsets.y : i < 6 ? offsets.z : offsets.w;
-    return i % 2 ? word >> 16 : word & 0xffffu;
-}
-
-// The word of an entry: without tokens if none is seen.
-__device__ __forceinline__ u32 page_word_in_window(const Call& call, const Entry& entry) {
+// The word of a page: without tokens if none is seen.
+__device__ __forceinline__ u32 page_word_in_window(const Call& call, const Entry& entry, int page) {
     const Sequence s = sequence_at(call, entry.number);
     const int first = first_visible(call, s, 0), last = first_visible(call, s, s.rows - 1);
-    const u32 base = (u32)call.base[(u64)s.pair * call.entries + entry.column] << 16;
-    const int count = entry.word >> 8, above = first - (int)base;
+    const u32 rung = entry.word & RUNG;
+    const u32 base = (u32)call.base[(u64)s.pair * call.entries + 4 * entry.column + page] << 16;
+    const int count = tokens_of(entry.word), above = first - (int)base;
+    if (count == 0 || above > 0xffff) return rung;
     if ((int)base >= last) return entry.word | base;
-    if (above > 0xffff) return entry.word & 0xff;
     int newest = -1, oldest = 0x10000;
-    uint4 offsets[8];
+    const uint4* const from = offsets_of(call.rungs[rung], entry.index);
+    const uint4 words[2] = {from[0], from[1]};
 #pragma unroll
-    for (int g = 0; g < 8; ++g) offsets[g] = offsets_of(call.rungs[entry.word & 0xff], entry.index, g);
-#pragma unroll
-    for (int g = 0; g < 8; ++g) {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const int offset = offset_at(offsets[g], i);
-            newest = 8 * g + i < count ? max(newest, offset) : newest;
-            oldest = 8 * g + i < count ? min(oldest, offset) : oldest;
-        }
+    for (int slot = 0; slot < 16; ++slot) {
+        const uint4& x = words[slot / 8];
+        const u32 pair = slot / 2 % 4 < 2 ? (slot / 2 % 2 ? x.y : x.x) : (slot / 2 % 2 ? x.w : x.z);
+        const int offset = slot % 2 ? pair >> 16 : pair & 0xffffu;
+        newest = slot < count ? max(newest, offset) : newest;
+        oldest = slot < count ? min(oldest, offset) : oldest;
     }
-    if (newest < above) return entry.word & 0xff;
+    if (newest < above) return rung;
     return entry.word | base | (oldest < last - (int)base ? MASKED : 0);
 }
 
-__device__ __forceinline__ void mask_page(float (&s)[8][LANE_ROWS]) {
+__device__ __forceinline__ void mask_quad(float (&s)[8][LANE_ROWS]) {
 #pragma unroll
     for (int i = 0; i < 8 * LANE_ROWS; ++i) s[i / LANE_ROWS][i % LANE_ROWS] = -INFINITY_F;
 }
 
-// Hides what lies before `visible` from the rows of the lane.
-__device__ __forceinline__ void mask_before_window(const uint4& offsets, u32 base,
+// Hides what lies before `visible` from the rows of the lane; `offsets` are of its slots of pages that are
+// MASKED.
+__device__ __forceinline__ void mask_before_window(const u32 (&offsets)[4], const PageWords& words,
                                                    const FirstVisible& visible, float (&s)[8][LANE_ROWS]) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        const int position = (int)base + offset_at(offsets, i);
+        const u32 word = words.of[i / 2], offset = i % 2 ? offsets[i / 2] >> 16 : offsets[i / 2] & 0xffffu;
+        const int position = (int)((word & 0xffff0000u) + offset);
 #pragma unroll
-        for (int j = 0; j < LANE_ROWS; ++j) s[i][j] = position < visible.of[j] ? -INFINITY_F : s[i][j];
+        for (int j = 0; j < LANE_ROWS; ++j)
+            s[i][j] = word & MASKED && position < visible.of[j] ? -INFINITY_F : s[i][j];
     }
 }

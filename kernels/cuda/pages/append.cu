@@ -32,8 +32,8 @@ constexpr int PAIRS_OF_LANE = (HEAD_DIM / 2 + 31) / 32;
 #define INFINITE __int_as_float(0x7f800000)
 
 // Byte offsets in a record of the top rung.
-constexpr int K_BYTES = 8 * HEAD_DIM * TOP_K, V_BYTES = 8 * HEAD_DIM * TOP_V;
-constexpr int V_STEPS = K_BYTES + V_BYTES + (TOP_K < 16) * 64, TAIL = V_STEPS + (TOP_V < 16) * 64;
+constexpr int K_STEPS = code_bytes(TOP_K), V_CODES = K_STEPS + step_bytes(TOP_K);
+constexpr int V_STEPS = V_CODES + code_bytes(TOP_V), TAIL = V_STEPS + step_bytes(TOP_V);
 
 enum Observed { MASS, INVERSE_NORM, ONE };  // what the importance of a new token is
 
@@ -88,7 +88,7 @@ __device__ __forceinline__ Slot slot_of(const Append& call, const OpenPage& firs
         if (!is_valid(call.new_tokens, at.row, t)) continue;
         const int segment = (at.start + t) >> 16;
         const auto takes = [&](const OpenPage& page) {
-            return page.entry >= 0 && page.base == segment && page.count + before < 64;
+            return page.entry >= 0 && page.base == segment && page.count + before < PAGE;
         };
         if (!in_second && !takes(first)) in_second = true, before = 0;
         if (in_second && !takes(second)) return {nullptr, -1, 0, 0};
@@ -98,7 +98,7 @@ __device__ __forceinline__ Slot slot_of(const Append& call, const OpenPage& firs
     return {call.layer.arena + (u64)page.index * UNIT, page.entry, page.count + before - 1,
             at.start + at.step};
 }
-static_assert(OPEN_PAGES == 2, "a first and a second page");
+static_assert(OPEN_PAGES == 2 && MAX_STEPS <= PAGE, "a first and a second page");
 
 // What the warps of a vector tell each other.
 struct alignas(16) Scratch {
@@ -133,7 +133,7 @@ __device__ __forceinline__ void store_details(const Append& call, const Slot& sl
     for (int h = 16; h > 0; h /= 2) squares += __shfl_xor_sync(ALL_LANES, squares, h);
     const float norm = (float)sqrt(squares);
     if (lane == 0)
-        tail[128 + slot.number] =
+        tail[2 * PAGE + slot.number] =
             encode_importance(call.observed == ONE ? 1.f : __fdiv_rn(1.f, fmaxf(norm, 1e-6f)));
 }
 
@@ -171,6 +171,7 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
             const float power = power_of_two(-shift[j]);
             mean[j] *= power;
             scaled[j] = BF16 ? x[j] * power : __half2float(__float2half(x[j] * power));
+            if (!is_key && turns_sign(lane + 32 * j)) scaled[j] = -scaled[j];
         }
         const Rotated rotated = rotate_integers(scaled, mean);
         const Range range = range_of(rotated, BITS);
@@ -198,23 +199,18 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
     if (slot.entry < 0) return;
     if (rank == 0 && is_key) store_details(call, slot, x, lane);
     if (rank != best) return;
-    if (BITS < 16 && lane == 0) slot.page[(is_key ? K_BYTES + V_BYTES : V_STEPS) + slot.number] = (u8)byte;
+    if (BITS < 16 && lane == 0) slot.page[(is_key ? K_STEPS : V_STEPS) + slot.number] = (u8)byte;
     const Element first_element = element_at(is_key ? KEYS : VALUES, slot.number, lane);
-    const auto store = [&](u8* region, int tiles) {  // `tiles`: from a channel to that 32 further on
-        const bool in_same_words = tiles % Fields<BITS>::TILES != 0;
+    u8* const region = slot.page + (is_key ? 0 : V_CODES);
+    constexpr bool IN_SAME_WORDS = BITS == 3;  // those of a channel and of that 32 further on, two tiles
 #pragma unroll
-        for (int j = 0; j < PER_LANE; ++j) {
-            if (!is_there(lane, j)) break;
-            Element element = first_element;
-            element.tile += in_same_words ? j * tiles : 0;
-            write_code<BITS>(region + (in_same_words ? 0 : j * tiles * 32 * BITS), element,
-                             BITS == 16 ? raw[j] : codes[j]);
-        }
-    };
-    if (is_key)
-        store(slot.page, 2);
-    else
-        store(slot.page + K_BYTES, 8);
+    for (int j = 0; j < PER_LANE; ++j) {
+        if (!is_there(lane, j)) break;
+        Element element = first_element;
+        element.tile += IN_SAME_WORDS ? 2 * j : 0;
+        write_code<BITS>(region + (IN_SAME_WORDS ? 0 : 64 * BITS * j), element,
+                         BITS == 16 ? raw[j] : codes[j]);
+    }
 }
 
 // Adds queries of tokens that wait to what the frame of their keys is made of, as freeze_means does; a thread
@@ -225,7 +221,8 @@ __device__ __forceinline__ void note_queries(const Append& call, int pair, const
     float sum = *asked;
 #pragma unroll 1
     for (int t = 0; t < call.new_tokens.steps; ++t) {
-        if (slots[t].entry != 0 || slots[t].number < ASKING) continue;
+        const int token = PAGE * slots[t].entry + slots[t].number;  // of those that wait; none has a negative
+        if (token < ASKING || token >= LAST) continue;
         const u16* q = call.q + row * call.q_batch + t * call.q_step + head * call.group * call.q_head;
 #pragma unroll 1
         for (int g = 0; g < call.group; ++g) sum += fabsf(raw_value(q[g * call.q_head + threadIdx.x]));
@@ -353,7 +350,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 #pragma unroll 1
             for (int h = rows > 4 ? 16 : 2; h > 0; h /= 2) mass += __shfl_xor_sync(ALL_LANES, mass, h);
             if (lane == 0 && slots[t].entry >= 0)
-                slots[t].page[TAIL + 128 + slots[t].number] =
+                slots[t].page[TAIL + 2 * PAGE + slots[t].number] =
                     encode_importance(__fdividef(mass, (float)rows));
         }
     }

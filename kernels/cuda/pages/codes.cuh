@@ -1,14 +1,20 @@
-// Codes of packed pages as operands of mma.m16n8k16: expansion of every width, and scales.
+// Codes of a side of a page as operands of mma.m16n8k16: expansion of every width, and scales.
 //
-// A code region is a sequence of 16 x 16 tiles in the order of A fragments. Fields<BITS>::TILES tiles share
-// Fields<BITS>::WORDS 32-bit words a lane, word after word, 32 lanes each; every word holds fields of both
-// halves of its pairs. Coded tiles are multiplied in float16 in every cache, because a code that is masked
-// out of its word already is one: a subnormal number, which tensor cores take at full speed. What is left to
-// do, the power of 2 and the constant between a code and its value, is the same for a row of tiles and is
-// done once there.
+// A side is HEAD_DIM / 16 tiles of 16 x 16 in the order of A fragments: K as it is, V transposed; slot s is
+// row (of K) or column (of V) s / 2 + 8 (s % 2). Fields<BITS>::TILES tiles share Fields<BITS>::WORDS 32-bit
+// words a lane, word after word, 32 lanes each; every word holds fields of both halves of its pairs. Tiles
+// left over at the end have a word each. Coded tiles are multiplied in float16 in every cache, because a code
+// that is masked out of its word already is one: a subnormal number, which tensor cores take at full speed.
+// What is left to do, the power of 2 and the constant between a code and its value, is the same for a row of
+// tiles and is done once there.
 #pragma once
 
 #include "common/pairs.cuh"
+
+// Words that a lane has of a side of `tiles` tiles.
+__host__ __device__ constexpr int words_of(int bits, int tiles) {
+    return (bits * tiles + 3) / 4;
+}
 
 // -(2^BITS - 1) as float16 in both halves: what has to be added to 2 code to make it the value of a code.
 template <int BITS>
@@ -30,12 +36,24 @@ __device__ __forceinline__ u32 lowered(u32 x) {
 template <int BITS>
 struct Fields {
     static constexpr int TILES = BITS == 2 ? 2 : BITS == 3 ? 4 : 1;  // that share words
-    static constexpr int WORDS = BITS == 2 ? 1 : BITS * TILES / 4;   // of a lane for these tiles
-    // Bit of a code in the registers of rows g (even) and rows g + 8 (odd) of a tile, and how much higher it
-    // stands in those of columns 8 to 15, whose factors have to be smaller by as much.
+    static constexpr int WORDS = BITS * TILES / 4;                   // of a lane for these tiles
+    // Bit of a code in the registers of rows g (even) and g + 8 (odd) of a tile, and how much higher it
+    // stands in those of the second of two tiles, whose factors have to be smaller by as much.
     static constexpr int EVEN = BITS == 3, ODD = BITS == 2 ? 2 : BITS == 3 || BITS == 4 ? 4 : 0;
-    static constexpr int RIGHT = BITS == 2 ? 4 : 0;
+    static constexpr int SECOND = BITS == 2 ? 4 : 0;
 };
+
+// Groups of tiles that share words, in a side of `tiles` tiles; and the first word of one of them.
+template <int BITS>
+__host__ __device__ constexpr int groups_of(int tiles) {
+    return tiles / Fields<BITS>::TILES + tiles % Fields<BITS>::TILES;
+}
+
+template <int BITS>
+__host__ __device__ constexpr int word_of_group(int group, int tiles) {
+    const int whole = tiles / Fields<BITS>::TILES;
+    return group < whole ? group * Fields<BITS>::WORDS : whole * (Fields<BITS>::WORDS - 1) + group;
+}
 
 template <int BITS, int BIT>
 __device__ __forceinline__ u32 field(u32 x) {
@@ -45,13 +63,13 @@ __device__ __forceinline__ u32 field(u32 x) {
 // A fragments of the tiles that share `w`. Pair p = 4 tile + register.
 template <int BITS>
 __device__ __forceinline__ void expand(const u32* w, u32 (&a)[Fields<BITS>::TILES][4]) {
-    constexpr int EVEN = Fields<BITS>::EVEN, ODD = Fields<BITS>::ODD, RIGHT = Fields<BITS>::RIGHT;
+    constexpr int EVEN = Fields<BITS>::EVEN, ODD = Fields<BITS>::ODD, SECOND = Fields<BITS>::SECOND;
     if constexpr (BITS == 2) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const u32 x = w[0] >> (8 * i);
-            a[i][0] = field<2, EVEN>(x), a[i][1] = field<2, ODD>(x);
-            a[i][2] = field<2, EVEN + RIGHT>(x), a[i][3] = field<2, ODD + RIGHT>(x);
+            a[0][2 * i] = field<2, EVEN>(x), a[0][2 * i + 1] = field<2, ODD>(x);
+            a[1][2 * i] = field<2, EVEN + SECOND>(x), a[1][2 * i + 1] = field<2, ODD + SECOND>(x);
         }
     } else if constexpr (BITS == 3) {
 #pragma unroll
@@ -80,45 +98,53 @@ __device__ __forceinline__ void expand(const u32* w, u32 (&a)[Fields<BITS>::TILE
     }
 }
 
-// Tiles FIRST to FIRST + COUNT - 1 of a region, of which `codes` is the part from tile FIRST on: f(tile,
-// fragment), the groups of tiles that share words in the order order(0), order(1), ...
-template <int BITS, int FIRST, int COUNT, class Order, class F>
-__device__ __forceinline__ void for_each_tile(const u8* codes, int lane, Order order, F f) {
-    constexpr int TILES = Fields<BITS>::TILES, WORDS = Fields<BITS>::WORDS;
-#pragma unroll
-    for (int i = 0; i < COUNT / TILES; ++i) {
-        const int group = order(i);
-        u32 w[WORDS], a[TILES][4];
-#pragma unroll
-        for (int v = 0; v < WORDS; ++v) w[v] = ((const u32*)codes)[(group * WORDS + v) * 32 + lane];
-        expand<BITS>(w, a);
-#pragma unroll
-        for (int j = 0; j < TILES; ++j) f(FIRST + group * TILES + j, a[j]);
-    }
+// The A fragment of a tile of 3 bits that has a word of its own: codes stand as those of 4 bits.
+__device__ __forceinline__ void expand_alone(u32 w, u32 (&a)[4]) {
+    a[0] = field<3, 1>(w << 1), a[1] = field<3, 4>(w), a[2] = field<3, 1>(w >> 7), a[3] = field<3, 4>(w >> 8);
 }
 
-// Scales of slots 8 g to 8 g + 7 as float16, of which a byte is the bits without sign and without the lower 7
-// of the mantissa: two at a time, slots (0, 2), (1, 3), (4, 6), (5, 7). Those of slots from `count` on are 0.
+// The tiles of group `group` of a side of TILES tiles: f(tile, fragment). `group` is a constant.
+template <int BITS, int TILES, class F>
+__device__ __forceinline__ void for_each_tile(const u8* codes, int lane, int group, F f) {
+    constexpr int OF_GROUP = Fields<BITS>::TILES, WORDS = Fields<BITS>::WORDS, WHOLE = TILES / OF_GROUP;
+    const u32* const from = (const u32*)codes + word_of_group<BITS>(group, TILES) * 32 + lane;
+    const int first = group < WHOLE ? group * OF_GROUP : WHOLE * (OF_GROUP - 1) + group;
+    u32 w[WORDS], a[OF_GROUP][4];
+#pragma unroll
+    for (int v = 0; v < WORDS; ++v) w[v] = group < WHOLE || v == 0 ? from[v * 32] : 0;
+    if (BITS == 3 && group >= WHOLE)
+        expand_alone(w[0], a[0]);
+    else
+        expand<BITS>(w, a);
+#pragma unroll
+    for (int j = 0; j < OF_GROUP; ++j)
+        if (group < WHOLE || j == 0) f(first + j, a[j]);
+}
+
+// Whether a channel of values changes its sign before values are rotated: kvlab/reference/pages.py
+// `value_signs`.
+__host__ __device__ constexpr bool turns_sign(u32 channel) {
+    const u32 both = channel & channel >> 1 & 0x55u;
+    return ((both ^ both >> 2 ^ both >> 4 ^ both >> 6) & 1u) != ((channel & 0x7cu) == 0x7cu);
+}
+
+// Scales of slots 2 g and 2 g + 1 of four pages as float16, of which a byte is the bits without sign and
+// without the lower 7 of the mantissa: two pages at a time, slot 2 g, then slot 2 g + 1.
 struct Scales {
     __half2 pairs[4];
 
-    __device__ __forceinline__ float at(int i) const {
+    __device__ __forceinline__ float at(int i) const {  // slot 2 g + i % 2 of page i / 2
         const __half2 pair = pairs[i / 4 * 2 + i % 2];
         return i / 2 % 2 ? __high2float(pair) : __low2float(pair);
     }
 };
 
-__device__ __forceinline__ Scales load_scales(const u8* scales, int g, int count = 64) {
-    uint2 x = ((const uint2*)scales)[g];
-    if (count < 64) {
-        const int live = min(max(count - 8 * g, 0), 8);
-        x.x &= live >= 4 ? ~0u : (1u << (8 * live)) - 1u;
-        x.y &= live == 8 ? ~0u : live <= 4 ? 0u : (1u << (8 * live - 32)) - 1u;
-    }
+// `bytes` are those of slots 2 g (lower byte) and 2 g + 1 of two pages each (halves).
+__device__ __forceinline__ Scales scales_of(const u32 (&bytes)[2]) {
     Scales r;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const u32 w = i ? x.y : x.x, even = (w & 0x00ff00ffu) << 7, odd = (w >> 1) & 0x7f807f80u;
+        const u32 even = (bytes[i] & 0x00ff00ffu) << 7, odd = (bytes[i] >> 1) & 0x7f807f80u;
         r.pairs[2 * i] = *(const __half2*)&even;
         r.pairs[2 * i + 1] = *(const __half2*)&odd;
     }

@@ -19,8 +19,9 @@
 #include "pages/places.cuh"
 #include "pages/state.cuh"
 
-constexpr int THREADS = 512, WARPS = THREADS / 32, PAGE = 64;
-constexpr int FIRST = 4, LAST = 64, FEWEST = 16;  // fewer tokens than FEWEST make the mean 0
+constexpr int THREADS = 512, WARPS = THREADS / 32;
+constexpr int V_CODES = code_bytes(16);  // their byte offset in a waiting page
+constexpr int FIRST = 4, FEWEST = 16;    // fewer tokens than FEWEST make the mean 0
 constexpr int MOST_SHIFT = 14;
 constexpr double LEAST = 9., LEAST_ALONE = 64.;  // ratios of sizes; see key_shift
 #define INFINITE __longlong_as_double(0x7ff0000000000000)
@@ -40,31 +41,34 @@ struct Freeze {
         force;  // room: tokens that may come until the next call; force: no row waits any longer
 };
 
-// The tokens of a row that wait, which lie in the same slots for all heads.
+// The tokens of a row that wait, which lie in the same slots for all heads. All pages but the last are full,
+// or the first, if the next ones are of another segment.
 struct WaitingTokens {
     const LayerState& s;
-    int first_pair, in_first, in_second;
+    int first_pair, in_first, in_others;
 
     __device__ WaitingTokens(const LayerState& state, int row) : s(state), first_pair(row * state.heads) {
-        const u64 at = (u64)first_pair * s.entries;
+        const u8* const count = s.count + (u64)first_pair * s.entries;
         const bool any = s.waits[row] && s.num_pages[first_pair];
-        in_first = any ? s.count[at] : 0, in_second = any ? s.count[at + 1] : 0;
+        in_first = any ? count[0] : 0, in_others = 0;
+#pragma unroll
+        for (int page = 1; page < WAITING_PAGES; ++page) in_others += any ? count[page] : 0;
     }
-    __device__ int tokens() const { return in_first + in_second; }
+    __device__ int tokens() const { return in_first + in_others; }
     __device__ u8* page(int head, int number) const {
         const u32 record = s.rungs[s.num_rungs].record;
         return s.waiting + ((u64)(first_pair + head) * WAITING_PAGES + number) * record * UNIT;
     }
     __device__ u8* tail(int head, int number) const { return page(head, number) + s.rungs[s.num_rungs].tail; }
-    __device__ int page_of(int token) const { return token >= in_first; }
-    __device__ int slot_of(int token) const { return token >= in_first ? token - in_first : token; }
+    __device__ int page_of(int token) const { return token < in_first ? 0 : 1 + (token - in_first) / PAGE; }
+    __device__ int slot_of(int token) const { return token < in_first ? token : (token - in_first) % PAGE; }
     __device__ int segment_of(int number) const { return s.base[(u64)first_pair * s.entries + number]; }
     __device__ int position_of(int token) const {
         const int number = page_of(token);
         return segment_of(number) << 16 | ((const u16*)tail(0, number))[slot_of(token)];
     }
     __device__ u32 element(Side side, int head, int token, int channel) const {
-        const u8* codes = page(head, page_of(token)) + (side == VALUES ? 16 * HEAD_DIM * 8 : 0);
+        const u8* codes = page(head, page_of(token)) + (side == VALUES ? V_CODES : 0);
         return read_code<16>(codes, element_at(side, slot_of(token), channel));
     }
 };
@@ -240,7 +244,7 @@ __device__ void keep_tokens(const NewTokens& n, const WaitingTokens& waiting, in
 #pragma unroll 1
         for (int channel = lane; channel < HEAD_DIM; channel += 32) {
             write_code<16>(page, element_at(KEYS, slot, channel), k[channel]);
-            write_code<16>(page + 16 * HEAD_DIM * 8, element_at(VALUES, slot, channel), v[channel]);
+            write_code<16>(page + V_CODES, element_at(VALUES, slot, channel), v[channel]);
         }
         if (lane == 0) {
             u8* const tail = waiting.tail(head, place / PAGE);
@@ -275,9 +279,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) freeze_means(const __gr
         if (n.steps) s.seqlen[pair] = n.first + n.steps;
         if (!waits) continue;
         s.num_pages[pair] = goes ? 0 : WAITING_PAGES;
+        for (int i = 0; i < OPEN_PAGES; ++i) s.open[pair * OPEN_PAGES + i] = goes ? -1 : tokens / PAGE + i;
+        if (goes) continue;
         for (int page = 0; page < WAITING_PAGES; ++page) {
-            s.open[pair * OPEN_PAGES + page] = goes ? -1 : page;
-            if (goes) continue;
             s.rung[at + page] = (u8)s.num_rungs;
             s.count[at + page] = (u8)min(max(tokens - page * PAGE, 0), PAGE);
             s.base[at + page] = (u16)(tokens ? first : page ? last : next);
@@ -303,7 +307,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) crop_rows(const LayerState
         s.count[at] = (u8)count;
     }
 }
-static_assert(WAITING_PAGES == OPEN_PAGES && WAITING_PAGES * PAGE >= LAST,
-              "waiting pages take the next tokens");
+static_assert(WAITING_PAGES >= (LAST - 1) / PAGE + OPEN_PAGES, "waiting pages take the next tokens");
 
 // gate: HEAD_DIM=128,64,80,96,256 BF16=1,0 registers<=96

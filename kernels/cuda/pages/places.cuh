@@ -8,16 +8,23 @@
 
 enum Side { KEYS, VALUES };
 
+// Bytes of the codes of a side of a page, and of its steps.
+__host__ __device__ constexpr int code_bytes(int bits) {
+    return 128 * words_of(bits, HEAD_DIM / 16);
+}
+__host__ __device__ constexpr int step_bytes(int bits) {
+    return bits < 16 ? 16 : 0;
+}
+
 // Of a channel of a slot: its tile, its lane and register there, and which half of the register.
 struct Element {
     u32 tile, lane, reg, half;
 };
 
 __device__ __forceinline__ Element element_at(Side side, u32 slot, u32 channel) {
-    const u32 block = slot % 8 / 2, token = slot / 8 + 8 * (slot % 2);
-    const u32 tile = side == KEYS ? block * (HEAD_DIM / 16) + channel / 16 : channel / 16 * 4 + block;
+    const u32 token = slot / 2 + 8 * (slot % 2);
     const u32 row = side == KEYS ? token : channel % 16, column = side == KEYS ? channel % 16 : token;
-    return {tile, 4 * (row % 8) + column % 8 / 2, row / 8 + 2 * (column / 8), column % 2};
+    return {channel / 16, 4 * (row % 8) + column % 8 / 2, row / 8 + 2 * (column / 8), column % 2};
 }
 
 // Of a code below 8 bits: its word, its lowest bit there, and whether bit j of it lies in word j instead.
@@ -28,11 +35,17 @@ struct Field {
 
 template <int BITS>
 __device__ __forceinline__ Field field_of(const Element& e) {
-    constexpr u32 TILES = Fields<BITS>::TILES, WORDS = Fields<BITS>::WORDS, PER_WORD = 16 / BITS;
-    const u32 pair = 4 * (e.tile % TILES) + e.reg, first = e.tile / TILES * WORDS;
-    const bool spread = BITS == 3 && pair == 15;
-    const u32 word = spread ? first : first + pair / PER_WORD;
-    const u32 bit = spread ? 0 : pair % PER_WORD * BITS + (BITS == 3);
+    constexpr u32 TOGETHER = Fields<BITS>::TILES, TILES = HEAD_DIM / 16;
+    u32 word = e.tile / TOGETHER, bit = 4 * e.reg;
+    bool spread = false;
+    if (BITS == 2) bit = 8 * (e.reg / 2) + 4 * (e.tile % 2) + 2 * (e.reg % 2);
+    if (BITS == 3 && (TILES % 4 == 0 || e.tile < TILES / 4 * 4)) {
+        const u32 pair = 4 * (e.tile % 4) + e.reg;
+        spread = pair == 15;
+        word = e.tile / 4 * 3 + (spread ? 0 : pair / 5), bit = spread ? 0 : pair % 5 * 3 + 1;
+    } else if (BITS == 3) {
+        word = TILES / 4 * 3 + e.tile % 4;
+    }
     return {32 * word + e.lane, bit + 16 * e.half, spread};
 }
 

@@ -8,13 +8,13 @@
 //               that number move to free places below it (move_kept carries it out), so that numbers have no
 //               gaps; then slabs are given back and taken, and a warp writes the table of a (row, KV head).
 //               Shared: 5 KB.
-// move_kept     grid (blocks, layers): a block copies a page.
+// move_kept     grid (blocks, layers): a warp copies a page.
 // gather_pages  grid (blocks, layers): a warp copies a page, and those of tokens that wait, which have fixed
 //               places, from `from`.
 // clear_free    grid (blocks, layers): a block writes zeros over a slab without pages, or over the rest of
 // one.
 #include "common/pairs.cuh"
-#include "pages/state.cuh"
+#include "pages/copies.cuh"
 
 constexpr int TABLE_THREADS = 1024, TABLE_WARPS = TABLE_THREADS / 32, THREADS = 256;
 
@@ -42,19 +42,24 @@ __device__ __forceinline__ int count_before(bool mine, int& all) {
     return before + __popc(votes & ((1u << lane) - 1));
 }
 
-// Calls on_page(entry, rung, rank) for all pages of a table, one warp: rank counts equal rungs from counts[].
+// Calls on_page(entry, address, rank) for all entries of a table, one warp: rank counts pages of equal rungs
+// from counts[]; an entry without a page has none.
 template <class OnPage>
 __device__ __forceinline__ void visit_table(const LayerState& s, int bh, int* counts, OnPage on_page) {
-    const int lane = threadIdx.x % 32, pages = s.num_pages[bh];
+    const int lane = threadIdx.x % 32, entries = s.num_pages[bh];
+    const u64 table = (u64)bh * s.entries;
 #pragma unroll 1
-    for (int first = 0; first < pages; first += 32) {
-        const int entry = first + lane, r = entry < pages ? s.rung[(u64)bh * s.entries + entry] : 255;
+    for (int first = 0; first < entries; first += 32) {
+        const int entry = first + lane;
+        const u32 address = entry < entries ? s.index[table + entry] : NO_PAGE;
+        const bool there = address != NO_PAGE;
+        const int r = there ? s.rung[table + entry] : 255;
         const u32 same = __match_any_sync(ALL_LANES, r), below = same & ((1u << lane) - 1);
-        const int rank = entry < pages ? counts[r] + __popc(below) : 0;
+        const int rank = there ? counts[r] + __popc(below) : 0;
         __syncwarp();  // all lanes have read the counters
-        if (entry < pages && below == 0) counts[r] += __popc(same);
+        if (there && below == 0) counts[r] += __popc(same);
         __syncwarp();  // and the next 32 entries find them raised
-        if (entry < pages) on_page(entry, r, rank);
+        if (entry < entries) on_page(entry, address, rank);
     }
 }
 
@@ -129,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS, 1) take_rows(const _
     u32* const places = call.places + (u64)blockIdx.y * call.capacity;
     PageCopy* const copies = call.copies + (u64)blockIdx.y * call.capacity;
     const auto source_of = [&](int bh) { return call.rows[bh / s.heads] * s.heads + bh % s.heads; };
-    const auto nothing = [](int, int, int) {};
+    const auto nothing = [](int, u32, int) {};
 
     if (threadIdx.x < CACHE_RUNGS) want[threadIdx.x] = 0;
     if (lane <= CACHE_RUNGS) counts[warp][lane] = 0;
@@ -172,19 +177,20 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS, 1) take_rows(const _
         if (!there) continue;
         const int source = source_of(bh);
         const u64 from = (u64)source * f.entries, to = (u64)bh * s.entries;
-        visit_table(f, source, counts[warp], [&](int entry, int r, int place) {
-            u32 address = f.index[from + entry];
+        visit_table(f, source, counts[warp], [&](int entry, u32 address, int place) {
+            const bool is_page = address != NO_PAGE;
+            const int r = f.rung[from + entry];
             if (waits) {
                 const u64 page = (u64)(bh * WAITING_PAGES + entry) * s.rungs[r].record;
                 address = (u32)((s.waiting - s.arena) / UNIT + page);
-            } else if (copied) {
+            } else if (copied && is_page) {
                 address = page_address(s, r, places[place]);
             }
             s.rung[to + entry] = (u8)r;
             s.count[to + entry] = f.count[from + entry];
             s.base[to + entry] = f.base[from + entry];
             s.index[to + entry] = address;
-            if (waits) return;
+            if (waits || !is_page) return;
             const u32 slab = address / (u32)s.slab_units, within = address - slab * (u32)s.slab_units;
             const u32 number = s.slab_slot[slab] * s.rungs[r].per_slab + within / s.rungs[r].record;
             s.entry_of[(u64)r * s.max_pages + number] = (u32)(to + entry);
@@ -203,21 +209,13 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS, 1) take_rows(const _
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) move_kept(const __grid_constant__ Rows call) {
-    u8* const arena = call.to[blockIdx.y].arena;
-    const PageCopy* const copies = call.copies + (u64)blockIdx.y * call.capacity;
-#pragma unroll 1
-    for (int n = blockIdx.x; n < call.num_copies[blockIdx.y]; n += gridDim.x) {
-        const PageCopy copy = copies[n];
-        const uint4* from = (const uint4*)(arena + (u64)copy.from * UNIT);
-        uint4* to = (uint4*)(arena + (u64)copy.to * UNIT);
-        for (u32 i = threadIdx.x; i < copy.units * (UNIT / 16); i += THREADS) to[i] = from[i];
-    }
+    copy_listed<THREADS>(call.to[blockIdx.y].arena, call.copies + (u64)blockIdx.y * call.capacity,
+                         call.num_copies[blockIdx.y]);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) gather_pages(const __grid_constant__ Rows call) {
-    constexpr int AT_ONCE = 8;
     const LayerState &f = call.from[blockIdx.y], &s = call.to[blockIdx.y], &o = call.sources[blockIdx.y];
-    const int lane = threadIdx.x % 32, warps = gridDim.x * (THREADS / 32);
+    const int warps = gridDim.x * (THREADS / 32);
     const u32 all = (u32)(s.batch * s.heads * s.entries);
 #pragma unroll 1
     for (u32 i = blockIdx.x * (THREADS / 32) + threadIdx.x / 32; i < all; i += warps) {
@@ -230,19 +228,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gather_pages(const __grid_
         const u32 record = s.rungs[s.rung[i]].record;
         const u8* page = waits ? f.waiting + (u64)(source * WAITING_PAGES + entry) * record * UNIT
                                : o.arena + (u64)o.index[(u64)source * o.entries + entry] * UNIT;
-        const uint4* from = (const uint4*)page;
-        uint4* to = (uint4*)(s.arena + (u64)s.index[i] * UNIT);
-        const u32 n = record * (UNIT / 16);
-#pragma unroll 1
-        for (u32 first = lane; first < n; first += 32 * AT_ONCE) {
-            uint4 x[AT_ONCE];
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; ++j)
-                if (first + 32 * j < n) x[j] = __ldcs(from + first + 32 * j);
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; ++j)
-                if (first + 32 * j < n) __stcs(to + first + 32 * j, x[j]);
-        }
+        copy_page(s.arena + (u64)s.index[i] * UNIT, page, record);
     }
 }
 
@@ -261,8 +247,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) clear_free(const __grid_co
             begin = ((used - 1) % per_slab + 1) * s.rungs[r].record;
         }
         uint4* const to = (uint4*)(s.arena + (u64)slab * s.slab_units * UNIT);
-        for (u32 j = begin * (UNIT / 16) + threadIdx.x; j < s.slab_units * (UNIT / 16); j += THREADS)
-            to[j] = uint4{0, 0, 0, 0};
+        for (u32 unit = begin + threadIdx.x; unit < s.slab_units; unit += THREADS) to[unit] = uint4{};
     }
 }
 

@@ -1,10 +1,14 @@
 // Where a page's vectors come from: moves, raw rows, means and importance are asked for (cp.async) while the
-// page before is encoded.
+// page before is encoded. All of this is of one warp, which takes a side of a page.
+//
+// Rows of slots lie in shared memory in the order of the rows of tiles.
 #pragma once
 
 #include "common/async_copies.cuh"
-#include "pages/side_words.cuh"
 #include "pages/state.cuh"
+#include "pages/words.cuh"
+
+using Rows = RawRows<false>;
 
 // One side (K or V) of a page.
 struct Region {
@@ -13,13 +17,12 @@ struct Region {
 };
 
 __device__ __forceinline__ Region region_of(Side side, u8* record, const CacheRung& rung) {
-    const int k_bytes = 8 * HEAD_DIM * rung.bits_k, v_bytes = 8 * HEAD_DIM * rung.bits_v;
-    u8* steps = record + k_bytes + v_bytes;
-    if (side == KEYS) return {record, steps, rung.bits_k};
-    return {record + k_bytes, steps + (rung.bits_k < 16 ? 64 : 0), rung.bits_v};
+    const int bits = side == KEYS ? rung.bits_k : rung.bits_v;
+    if (side == VALUES) record += code_bytes(rung.bits_k) + step_bytes(rung.bits_k);
+    return {record, record + code_bytes(bits), bits};
 }
 
-constexpr u8 NO_MOVE = 254;  // Move::from_rung of threads that have none
+constexpr u8 NO_MOVE = 254;  // Move::from_rung of lanes that have none
 constexpr int NO_ROW = -1;   // of vectors that are not fetched
 
 __device__ __forceinline__ bool is_new(const Move& move) {
@@ -28,55 +31,54 @@ __device__ __forceinline__ bool is_new(const Move& move) {
 
 // A side of a destination page: its moves, what its rows hold, and its positions and importance.
 struct PageState {
-    uint4 moves[SLOTS];           // Move
-    uint4 halves[HEAD_DIM / 8];   // the mean of the keys of its pair, float16
-    Frame frame;                  // of these keys
-    u32 importance_words[SLOTS];  // by move: what a new token's importance is a byte of
-    u32 mask[2];                  // slots that are written
-    u32 others;                   // whether a row comes from elsewhere than by a copy that was asked for
-    u8 bits[SLOTS];               // by slot: what its row holds, raw elements (16) or codes
-    u8 steps[SLOTS];              // by slot: of the codes that a row holds
+    uint4 moves[PAGE];           // Move
+    uint4 halves[HEAD_DIM / 8];  // the mean of the keys of its pair, float16
+    u8 shifts[HEAD_DIM];         // and their shifts
+    u32 importance_words[PAGE];  // by move: what a new token's importance is a byte of
+    u8 bits[PAGE];               // by slot: what its row holds, raw elements (16) or codes
+    u8 steps[PAGE];              // by slot: of the codes that a row holds
     Region to;
     u8* tail;
-
-    __device__ __forceinline__ u64 mask_of_slots() const { return (u64)mask[1] << 32 | mask[0]; }
+    u32 mask;    // slots that are written
+    u32 others;  // whether a row comes from elsewhere than by a copy that was asked for
 };
 
-// Of this page, of the next, whose rows are on their way, and of the one after, whose moves are.
-struct Pipeline {
+// Rows of this page and of the next, which are on their way; states of these and of the one after, whose
+// moves are.
+struct alignas(16) WarpSpace {
+    u8 rows[2][PAGE * Rows::BYTES];
+    Frame frame;  // of keys
     PageState pages[3];
+};
+static_assert(sizeof(WarpSpace) == 78 * HEAD_DIM + 1728, "as the host reserves");
+
+// What the warps of a CTA share.
+struct Shared {
     Signs signs[32];      // by lane
     u32 heads, per_head;  // 2^32 / heads, rounded down
     bool in_units;        // are_in_units
 };
 
-// threadIdx.x, asked for again: what follows from it is computed again, too, and takes no registers
-// meanwhile.
-__device__ __forceinline__ u32 thread_again() {
-    u32 thread;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    return thread;
+// The lane, asked for again: what follows from it is computed again, too, and takes no registers meanwhile.
+__device__ __forceinline__ u32 lane_again() {
+    u32 lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
 }
 
 __device__ __forceinline__ u8* row_for(u8* rows, const Move& move) {
     return rows + row_of(move.to_slot) * Rows::BYTES;
 }
 
-// Asks for the moves of a page, by the threads without a tail; NO_MOVE where there is none.
-__device__ __forceinline__ void ask_for_moves(const MoveList& list, int group, uint4* moves) {
-    const int thread = (int)thread_again() - SLOTS;
-    if (thread < 0) return;
-    const int begin = list.begins[group], moved = list.begins[group + 1] - begin;
-    if (thread < moved)
-        copy_async(moves + thread, list.moves + begin + thread);
+// Asks for the moves of a page; NO_MOVE where there is none.
+__device__ __forceinline__ void ask_for_moves(const MoveList& list, int number, uint4* moves) {
+    const u32 lane = lane_again();
+    if (lane >= PAGE) return;
+    const u32 begin = list.begins[number];
+    if (begin + lane < list.begins[number + 1])
+        copy_async(moves + lane, list.moves + begin + lane);
     else
-        moves[thread] = {0, 0, (u32)NO_MOVE << 16, 0};
-}
-static_assert(SIDE_THREADS == 2 * SLOTS, "a thread a move");
-
-// The 8 channels of the mean of keys that a thread of the last warp asks for, or none: HEAD_DIM / 8 or more.
-__device__ __forceinline__ u32 eight_of_mean() {
-    return thread_again() - (SIDE_THREADS - 32);
+        moves[lane] = {0, 0, (u32)NO_MOVE << 16, 0};
 }
 
 // Row, head and step of a new token.
@@ -85,10 +87,10 @@ struct TokenPlace {
 };
 
 __device__ __forceinline__ TokenPlace place_of(const NewTokens& new_tokens, const Move& move,
-                                               const Pipeline& pipeline) {
-    u32 batch = __umulhi(move.from, pipeline.per_head);  // or one less
-    u32 head = move.from - batch * pipeline.heads;
-    if (head >= pipeline.heads) head -= pipeline.heads, ++batch;
+                                               const Shared& shared) {
+    u32 batch = __umulhi(move.from, shared.per_head);  // or one less
+    u32 head = move.from - batch * shared.heads;
+    if (head >= shared.heads) head -= shared.heads, ++batch;
     return {(int)batch, (int)head, (int)(move.token - batch * new_tokens.steps)};
 }
 
@@ -111,26 +113,26 @@ __device__ __forceinline__ bool are_in_units(const LayerState& s, const NewToken
            max(extent(n.k_batch, n.k_step, n.k_head), extent(n.v_batch, n.v_step, n.v_head)) >> 34 == 0;
 }
 
-// Asks for raw vectors of new tokens if they are in units of 16 bytes, 16 of them a warp; says what rows
-// hold.
+// Asks for raw vectors of new tokens if they are in units of 16 bytes; says what rows hold.
 __device__ __forceinline__ void ask_for_rows(Side side, const LayerState& s, const NewTokens& new_tokens,
-                                             u8* rows, const Pipeline& pipeline, PageState& page) {
+                                             u8* rows, const Shared& shared, PageState& page) {
     constexpr int PARTS = HEAD_DIM / 8, LANES_OF_ROW = PARTS <= 8 ? 8 : PARTS <= 16 ? 16 : 32;
-    constexpr int AT_ONCE = 32 / LANES_OF_ROW, VECTORS = SLOTS / (SIDE_THREADS / 32);
-    const u32 thread = thread_again(), lane = thread % 32;
-    const Move move = (const Move&)page.moves[thread / 32 * VECTORS + lane % VECTORS];
-    const bool moves = move.from_rung != NO_MOVE, fetched = moves && is_new(move) && pipeline.in_units;
-    if (moves && lane < VECTORS) {
-        atomicOr(page.mask + move.to_slot / 32, 1u << move.to_slot % 32);
+    constexpr int AT_ONCE = 32 / LANES_OF_ROW;
+    const u32 lane = lane_again();
+    const Move move = (const Move&)page.moves[lane % PAGE];
+    const bool moves = move.from_rung != NO_MOVE, fetched = moves && is_new(move) && shared.in_units;
+    if (moves) {
         u32 bits = 16;
         if (!is_new(move)) {
             const CacheRung& rung = s.rungs[move.from_rung];
             bits = side == KEYS ? rung.bits_k : rung.bits_v;
         }
         page.bits[move.to_slot] = (u8)bits;
-        if (!fetched) page.others = 1;
     }
-    const TokenPlace place = place_of(new_tokens, move, pipeline);
+    const u32 mask = __reduce_or_sync(ALL_LANES, moves ? 1u << move.to_slot : 0u);
+    const u32 others = __any_sync(ALL_LANES, moves && !fetched);
+    if (lane == 0) page.mask = mask, page.others = others;
+    const TokenPlace place = place_of(new_tokens, move, shared);
     const int unit =
         side == KEYS
             ? place.batch * (int)(new_tokens.k_batch >> 3) + place.step * (int)(new_tokens.k_step >> 3) +
@@ -141,7 +143,7 @@ __device__ __forceinline__ void ask_for_rows(Side side, const LayerState& s, con
     const int part = lane % LANES_OF_ROW, row = fetched ? row_of(move.to_slot) : NO_ROW;
     const uint4* const from = (const uint4*)(side == KEYS ? new_tokens.k : new_tokens.v) + part;
 #pragma unroll
-    for (int i = 0; i < VECTORS; i += AT_ONCE) {
+    for (int i = 0; i < PAGE; i += AT_ONCE) {
         const int vector = i + lane / LANES_OF_ROW, its_row = __shfl_sync(ALL_LANES, row, vector),
                   its_unit = __shfl_sync(ALL_LANES, unit, vector);
         if (its_row != NO_ROW && (PARTS == LANES_OF_ROW || part < PARTS))
@@ -151,28 +153,24 @@ __device__ __forceinline__ void ask_for_rows(Side side, const LayerState& s, con
 
 // Asks for all that a side of a page needs.
 __device__ __forceinline__ void ask_for_page(Side side, const LayerState& s, const NewTokens& new_tokens,
-                                             u8* rows, const Pipeline& pipeline, PageState& page) {
-    const u32 thread = thread_again();
-    ask_for_rows(side, s, new_tokens, rows, pipeline, page);
+                                             u8* rows, const Shared& shared, PageState& page) {
+    const u32 lane = lane_again();
+    ask_for_rows(side, s, new_tokens, rows, shared, page);
     const Move first = (const Move&)page.moves[0];
-    if (thread == SLOTS) {
+    if (lane == 0) {
         const CacheRung& rung = s.rungs[first.to_rung];
         u8* const record = s.arena + (u64)first.to * UNIT;
         page.to = region_of(side, record, rung);
         page.tail = record + rung.tail;
     }
     if (side == VALUES) return;
-    const u32 eight = eight_of_mean();
-    if (eight < HEAD_DIM / 8) {
-        const u32 pair = is_new(first) ? first.from : first.token;
-        copy_async(page.halves + eight, s.k_mean + (u64)pair * HEAD_DIM + 8 * eight);
-        if (eight < HEAD_DIM / 16)
-            copy_async((uint4*)page.frame.shifts + eight, s.k_shift + (u64)pair * HEAD_DIM + 16 * eight);
-    }
-    if (thread >= SLOTS) return;
-    const Move move = (const Move&)page.moves[thread];
+    const u64 channels = (u64)(is_new(first) ? first.from : first.token) * HEAD_DIM;
+    if (lane < HEAD_DIM / 8) copy_async(page.halves + lane, s.k_mean + channels + 8 * lane);
+    if (lane < HEAD_DIM / 16) copy_async((uint4*)page.shifts + lane, s.k_shift + channels + 16 * lane);
+    if (lane >= PAGE) return;
+    const Move move = (const Move&)page.moves[lane];
     if (!is_new(move)) return;
-    const u32 step = place_of(new_tokens, move, pipeline).step;
+    const u32 step = place_of(new_tokens, move, shared).step;
     const u64 at = (u64)(new_tokens.importance + (u64)move.from * new_tokens.steps + step);
-    copy_word_async(page.importance_words + thread, (const void*)(at & ~3ull));
+    copy_word_async(page.importance_words + lane, (const void*)(at & ~3ull));
 }

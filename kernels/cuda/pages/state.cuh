@@ -4,32 +4,36 @@
 // is a (row, KV head). All pages of a layer lie in its arena; a page's address counts UNIT bytes, and so does
 // `index`, so attention gets pool = arena and record = UNIT for every rung. The arena is cut into slabs; a
 // slab belongs to one rung at a time. The pages of a rung have the numbers 0 to used - 1 without a gap: a
-// freed page is replaced by a copy of the last one. Tables of pairs have no gaps either.
+// freed page is replaced by a copy of the last one. Tables of pairs are sorted by rung, and a rung has whole
+// quads of entries there, of which the last may have fewer pages.
 #pragma once
 
 #include "common/pairs.cuh"
 
 constexpr int CACHE_RUNGS = 16;
-constexpr u32 UNIT = 64;
+constexpr int PAGE = 16, QUAD = 4;  // tokens of a page, pages of a quad: all of one rung
+constexpr u32 UNIT = 16;
+constexpr u32 NO_PAGE = ~0u;  // LayerState::index where a quad has fewer pages
 constexpr int OPEN_PAGES = 2;
-constexpr int WAITING_PAGES = 2;
-constexpr int ASKING = 48;     // the first token of a row whose queries count for the frame of its keys
+constexpr int WAITING_PAGES = 8;
+constexpr int LAST = 64;       // the first tokens of a row, before this one, make the frame of its keys
+constexpr int ASKING = 48;     // the first token of these whose queries count, too
 constexpr u8 NEW_TOKEN = 255;  // Move::from_rung
 
 struct CacheRung {
     u32 record;    // of a page, in units
     u32 per_slab;  // pages
     u16 bits_k, bits_v;
-    u32 tail;  // byte offset of the positions in a record, u16[64]; importance, u8[64], is behind them
+    u32 tail;  // byte offset of the positions in a record, u16[PAGE]; importance, u8[PAGE], is behind
 };
 
 struct LayerState {
     CacheRung rungs[CACHE_RUNGS];  // lowest first; width 0 is not among them
     u8* arena;                     // [max_slabs * slab_units * UNIT]
     u8 *rung, *count;              // [pairs][entries]
-    u32* index;                    // [pairs][entries]: address of the page
+    u32* index;                    // [pairs][entries]: address of the page, or NO_PAGE
     u16* base;                     // [pairs][entries]: position >> 16 of its tokens
-    int* num_pages;                // [pairs]
+    int* num_pages;                // [pairs]: entries, those without a page among them
     __half* k_mean;                // [pairs][HEAD_DIM]
     u8* k_shift;                   // [pairs][HEAD_DIM]: binary orders that keys are scaled down by
     float* asked;       // [pairs][HEAD_DIM]: sizes of queries so far, of rows that wait; see means.cu

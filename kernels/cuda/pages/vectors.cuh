@@ -105,8 +105,21 @@ __device__ __forceinline__ void scale_channels(Vectors& x, const Frame& frame, u
         }
 }
 
-// Loads vectors into the frame of keys, if there is one. What counts as the largest element of a row if no
-// other is larger is that of the mean.
+// Gives values their signs.
+__device__ __forceinline__ void turn_signs(Vectors& x, u32 lane) {
+    const u32 second = lane << 31;  // channel 2 u + 1 where u is odd
+    const u32 halves[2] = {second, lane & 2 ? second ^ 0x80008000u : second};
+#pragma unroll
+    for (int t = 0; t < TILES; ++t)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const u32 turned = halves[t % 8 == 7 ? 0 : i / 2];  // there bits 2 and 3 turn it twice
+            x[t][i] ^= turns_sign(16 * t) ? ~turned & 0x80008000u : turned;
+        }
+}
+
+// Loads vectors: keys into their frame, if there is one, and values, which have none. What counts as the
+// largest element of a row if no other is larger is that of the mean.
 template <class Rows>
 __device__ __forceinline__ Loaded load_raw(const u8* rows, const Frame* frame, Vectors& x, u32 lane) {
     const u32 from = shared_address(rows) + Rows::at(lane % 16, lane / 16 * 8);
@@ -116,6 +129,7 @@ __device__ __forceinline__ Loaded load_raw(const u8* rows, const Frame* frame, V
     for (int t = 0; t < TILES; ++t)
         load_matrices(x[t], Rows::IS_SWIZZLED ? (from ^ 32 * (t % 4)) + t / 4 * 128 : from + 32 * t);
     if (frame && frame->scales) scale_channels(x, *frame, lane);
+    if (!frame) turn_signs(x, lane);
 #pragma unroll
     for (int t = 0; t < TILES; ++t)
 #pragma unroll

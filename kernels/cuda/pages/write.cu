@@ -2,19 +2,22 @@
 // moved bit for bit, whole pages copied.
 //
 // Threads and data
-//   write_tokens  grid (any, layers, 2): a CTA takes the keys, or the values, of destination pages
-//                 blockIdx.x, + gridDim.x, ...: a warp 16 slots (pages/vectors.cuh). Sources are copied
-//                 into rows of shared memory.
-//   copy_pages    grid (any, layers): a CTA takes copies blockIdx.x, + gridDim.x, ..., 16 bytes a thread.
+//   write_tokens  grid (any, layers, 2): a warp takes the keys, or the values, of every so many destination
+//                 page (pages/vectors.cuh), and needs no other. Sources are copied into rows of shared
+//                 memory.
+//   copy_pages    grid (any, layers): a warp takes every so many copy.
 //   merge_rows    a warp one query row: attention over stored and over new tokens, when these are many.
-// Memory: shared 64 rows of 2 HEAD_DIM + 16 bytes twice (35 KB at head_dim 128), for this page and the next,
-// and 7 KB of Pipeline; 128 registers for four blocks a multiprocessor, up to 255 for two from compute
-// capability 10.0 on, where 128 are too few.
+// Memory: shared a WarpSpace for each warp, 11.4 KiB at head_dim 128, most of it rows of this page and the
+// next; 128 registers for four blocks a multiprocessor, up to 255 for two from compute capability 10.0 on,
+// where 128 are too few.
 //
 // Macros: HEAD_DIM; BF16.
+#include "pages/copies.cuh"
 #include "pages/sources.cuh"
 
-constexpr int THREADS = 256;                                             // of the other kernels
+constexpr int THREADS = 256;  // of the other kernels
+constexpr u32 ALL_SLOTS = (1u << PAGE) - 1;
+constexpr int WRITE_THREADS = 128, WRITE_WARPS = WRITE_THREADS / 32;
 constexpr int BLOCKS = HEAD_DIM > 128 || __CUDA_ARCH__ >= 1000 ? 2 : 4;  // of a multiprocessor
 
 // LANES lanes have a stored vector that becomes raw again: of every LANES RUN elements each has RUN in a row.
@@ -96,10 +99,10 @@ __device__ __forceinline__ void take_stored(Side side, const Region& from, int s
 // Puts vectors that have not been asked for into their rows, LANES lanes a vector: codes, a byte each, or
 // raw. What goes to raw elements from fewer bits is rotated back.
 __device__ __forceinline__ void fill_rows(Side side, const LayerState& s, const NewTokens& new_tokens,
-                                          const Pipeline& pipeline, PageState& page, u8* rows) {
-    const u32 thread = thread_again(), lane = thread % LANES;
+                                          const Shared& shared, PageState& page, u8* rows) {
+    const u32 lane = lane_again() % LANES;
 #pragma unroll 1
-    for (u32 at = thread / LANES; at < SLOTS; at += SIDE_THREADS / LANES) {
+    for (u32 at = lane_again() / LANES; at < PAGE; at += 32 / LANES) {
         const Move move = (const Move&)page.moves[at];
         const bool stored = move.from_rung != NO_MOVE && !is_new(move);
         u8* const row = row_for(rows, move);
@@ -110,8 +113,8 @@ __device__ __forceinline__ void fill_rows(Side side, const LayerState& s, const 
             take_stored(side, from, move.from_slot, row, lane);
             if (from.bits < 16) step = from.steps[move.from_slot];
             if (lane == 0) page.steps[move.to_slot] = (u8)step;
-        } else if (move.from_rung != NO_MOVE && !pipeline.in_units) {
-            const u16* vector = new_vector(side, new_tokens, place_of(new_tokens, move, pipeline));
+        } else if (move.from_rung != NO_MOVE && !shared.in_units) {
+            const u16* vector = new_vector(side, new_tokens, place_of(new_tokens, move, shared));
 #pragma unroll 4
             for (int i = lane; i < HEAD_DIM; i += LANES) ((u16*)row)[i] = vector[i];
         }
@@ -129,9 +132,11 @@ __device__ __forceinline__ void fill_rows(Side side, const LayerState& s, const 
             const int pair = element_of(lane, j) / 2;
             const float2 mean =
                 side == KEYS ? __half22float2(((const __half2*)page.halves)[pair]) : float2{0.f, 0.f};
-            const u8* const shifts = page.frame.shifts + 2 * pair;
+            const u8* const shifts = page.shifts + 2 * pair;
             const auto raw = [&](float y, float m, int i) {
-                return side == KEYS ? __fadd_rn(y * power_of_two(shifts[i]), m) : y;
+                return side == KEYS               ? __fadd_rn(y * power_of_two(shifts[i]), m)
+                       : turns_sign(2 * pair + i) ? -y
+                                                  : y;
             };
             if (turns_raw) ((u32*)row)[pair] = pack_pair(raw(x[j], mean.x, 0), raw(x[j + 1], mean.y, 1));
         }
@@ -145,7 +150,7 @@ struct Row {
 };
 
 __device__ __forceinline__ Row row_at(const PageState& page, int slot) {
-    if (!(page.mask_of_slots() >> slot & 1)) return {slot, 16, 0};
+    if (!(page.mask >> slot & 1)) return {slot, 16, 0};
     return {slot, page.bits[slot], page.steps[slot]};
 }
 
@@ -197,29 +202,29 @@ __device__ __forceinline__ void keep_codes(const u8* rows, const Row (&row)[2], 
     }
 }
 
-// Stores the codes of 16 slots and their steps, or puts down codes that share words with those of other
-// warps.
-template <int BITS>
-__device__ __forceinline__ void encode_rows(Side side, Vectors& x, const Loaded& loaded, u8* rows,
-                                            const Row (&row)[2], PageState& page, u64 mask, int block,
-                                            int lane) {
-    const u32 byte = encode<BITS, true>(x, loaded, lane);
+// Stores the codes of a page and its steps.
+template <Side SIDE, int BITS>
+__device__ __forceinline__ void store_side(Vectors& x, u32 byte, bool finite, const u8* rows,
+                                           const Row (&row)[2], const PageState& page, u32 lane) {
     if (page.others) keep_codes<BITS>(rows, row, x, lane);
     const Row mine = lane % 2 ? row[1] : row[0];
-    if (lane % 4 < 2 && mask >> mine.slot & 1)
-        page.to.steps[mine.slot] = (u8)(mine.bits == BITS ? mine.step : loaded.finite ? byte : NAN_STEP);
-    if (side == KEYS)
-        store_or_stage<KEYS, BITS>((u32*)page.to.codes, rows, x, mask, block, lane);
+    if (lane % 4 < 2 && page.mask >> mine.slot & 1)
+        page.to.steps[mine.slot] = (u8)(mine.bits == BITS ? mine.step : finite ? byte : NAN_STEP);
+    u32* const to = (u32*)page.to.codes;
+    if (page.mask == ALL_SLOTS)
+        store_codes<SIDE, BITS, true>(to, x, page.mask, lane);
     else
-        store_or_stage<VALUES, BITS>((u32*)page.to.codes, rows, x, mask, block, lane);
+        store_codes<SIDE, BITS, false>(to, x, page.mask, lane);
 }
 
-// Stores what encode_rows has staged for other warps.
 template <int BITS>
-__device__ __forceinline__ void store_side(Side side, const PageState& page, const u8* rows, u64 mask) {
-    if (!IN_ONE_BLOCK<KEYS, BITS> && side == KEYS) store_codes<KEYS, BITS>((u32*)page.to.codes, rows, mask);
-    if (!IN_ONE_BLOCK<VALUES, BITS> && side == VALUES)
-        store_codes<VALUES, BITS>((u32*)page.to.codes, rows, mask);
+__device__ __forceinline__ void encode_page(Side side, Vectors& x, const Loaded& loaded, const u8* rows,
+                                            const Row (&row)[2], const PageState& page, u32 lane) {
+    const u32 byte = encode<BITS, true>(x, loaded, lane);
+    if (side == KEYS)
+        store_side<KEYS, BITS>(x, byte, loaded.finite, rows, row, page, lane);
+    else
+        store_side<VALUES, BITS>(x, byte, loaded.finite, rows, row, page, lane);
 }
 
 // Position and importance of a move's token.
@@ -230,120 +235,105 @@ struct Tail {
 };
 
 __device__ __forceinline__ Tail tail_of(const LayerState& s, const NewTokens& new_tokens,
-                                        const Pipeline& pipeline, const PageState& page) {
-    if (threadIdx.x >= SLOTS) return {-1, 0, 0};
-    const Move move = (const Move&)page.moves[threadIdx.x];
+                                        const Shared& shared, const PageState& page, u32 lane) {
+    if (lane >= PAGE) return {-1, 0, 0};
+    const Move move = (const Move&)page.moves[lane];
     if (move.from_rung == NO_MOVE) return {-1, 0, 0};
     if (is_new(move)) {
-        const u32 step = place_of(new_tokens, move, pipeline).step;
+        const u32 step = place_of(new_tokens, move, shared).step;
         const u64 at = (u64)new_tokens.importance + (u64)move.from * new_tokens.steps + step;
         const u16 position =
             (u16)(new_tokens.positions ? new_tokens.positions[move.token] : new_tokens.first + (int)step);
-        return {move.to_slot, position, (u8)(page.importance_words[threadIdx.x] >> at % 4 * 8)};
+        return {move.to_slot, position, (u8)(page.importance_words[lane] >> at % 4 * 8)};
     }
     const u8* from = s.arena + (u64)move.from * UNIT + s.rungs[move.from_rung].tail;
-    return {move.to_slot, ((const u16*)from)[move.from_slot], from[128 + move.from_slot]};
+    return {move.to_slot, ((const u16*)from)[move.from_slot], from[2 * PAGE + move.from_slot]};
 }
 
-extern "C" __global__ void __launch_bounds__(SIDE_THREADS, BLOCKS)
+// The frame of the keys of a page from its mean and shifts, which are there.
+__device__ __forceinline__ void take_frame(const PageState& page, Frame& frame, u32 lane) {
+    if (lane < HEAD_DIM / 16) ((uint4*)frame.shifts)[lane] = ((const uint4*)page.shifts)[lane];
+    __syncwarp();  // the shifts are there
+    complete_frame((const __half*)page.halves, frame, lane);
+    __syncwarp();  // the frame is there
+}
+
+extern "C" __global__ void __launch_bounds__(WRITE_THREADS, BLOCKS)
     write_tokens(const LayerState* layers, const MoveList* lists,
                  const __grid_constant__ NewTokens new_tokens) {
-    extern __shared__ __align__(16) u8 both_rows[];  // [2][SLOTS][Rows::BYTES]
-    __shared__ Pipeline pipeline;
+    extern __shared__ __align__(16) u8 spaces[];  // WarpSpace of each warp
+    __shared__ Shared shared;
     const LayerState& s = layers[blockIdx.y];
     const MoveList& list = lists[blockIdx.y];
     const Side side = (Side)blockIdx.z;
-    const int pages = *list.num_groups;
+    const int pages = *list.num_groups, stride = gridDim.x * WRITE_WARPS;
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
-        pipeline.heads = s.heads;
-        pipeline.per_head = ~0u / s.heads;
-        pipeline.in_units = are_in_units(s, new_tokens);
+        shared.heads = s.heads;
+        shared.per_head = ~0u / s.heads;
+        shared.in_units = are_in_units(s, new_tokens);
     }
-    const auto forget_page = [&](PageState& page) {
-        if (threadIdx.x == 0) page.mask[0] = page.mask[1] = page.others = 0;
-    };
-    const int block = threadIdx.x / 32;
-    const u32 lane = threadIdx.x % 32;
-    if (block == 0) pipeline.signs[lane] = Signs::of(lane);
-    if (blockIdx.x < pages) {
-        ask_for_moves(list, blockIdx.x, pipeline.pages[0].moves);
-        forget_page(pipeline.pages[0]), forget_page(pipeline.pages[1]);
+    if (warp == 0) shared.signs[lane] = Signs::of(lane);
+    __syncthreads();  // what warps share is there
+    WarpSpace& space = ((WarpSpace*)spaces)[warp];
+    const int begin = blockIdx.x + gridDim.x * warp;  // CTAs share the last pages
+    if (begin < pages) {
+        ask_for_moves(list, begin, space.pages[0].moves);
         wait_copies();
-        __syncthreads();  // the first moves are there
-        ask_for_page(side, s, new_tokens, both_rows, pipeline, pipeline.pages[0]);
-        if (blockIdx.x + gridDim.x < pages)
-            ask_for_moves(list, blockIdx.x + gridDim.x, pipeline.pages[1].moves);
+        __syncwarp();  // the first moves are there
+        ask_for_page(side, s, new_tokens, space.rows[0], shared, space.pages[0]);
+        if (begin + stride < pages) ask_for_moves(list, begin + stride, space.pages[1].moves);
     }
     u32 now = 0, half = 0;
 #pragma unroll 1
-    for (int number = blockIdx.x; number < pages; number += gridDim.x) {
-        PageState &page = pipeline.pages[now], &next = pipeline.pages[now == 2 ? 0 : now + 1],
-                  &then = pipeline.pages[now == 0 ? 2 : now - 1];
-        u8* const rows = both_rows + half * SLOTS * Rows::BYTES;
+    for (int number = begin; number < pages; number += stride) {
+        PageState &page = space.pages[now], &next = space.pages[now == 2 ? 0 : now + 1],
+                  &then = space.pages[now == 0 ? 2 : now - 1];
+        u8* const rows = space.rows[half];
         wait_copies();
-        if (side == KEYS && threadIdx.x >= SIDE_THREADS - 32) {
-            __syncwarp();  // the warp's own copies of the frame are there
-            complete_frame((const __half*)page.halves, page.frame, threadIdx.x % 32);
-        }
-        __syncthreads();  // rows, means and moves are there; the page before is stored
-        if (number + gridDim.x < pages)
-            ask_for_page(side, s, new_tokens, both_rows + (half ^ 1) * SLOTS * Rows::BYTES, pipeline, next);
-        if (number + 2 * gridDim.x < pages) ask_for_moves(list, number + 2 * gridDim.x, then.moves);
-        forget_page(then);
-        const Tail tail = side == KEYS ? tail_of(s, new_tokens, pipeline, page) : Tail{-1, 0, 0};
+        __syncwarp();  // rows, means and moves are there; the page before is stored
+        if (side == KEYS) take_frame(page, space.frame, lane);
+        if (number + stride < pages) ask_for_page(side, s, new_tokens, space.rows[half ^ 1], shared, next);
+        if (number + 2 * stride < pages) ask_for_moves(list, number + 2 * stride, then.moves);
+        const Tail tail = side == KEYS ? tail_of(s, new_tokens, shared, page, lane) : Tail{-1, 0, 0};
         if (page.others) {
-            fill_rows(side, s, new_tokens, pipeline, page, rows);
-            __syncthreads();  // all rows are whole, and all sources of this page have been read
+            fill_rows(side, s, new_tokens, shared, page, rows);
+            __syncwarp();  // all rows are whole, and all sources of this page have been read
         }
-        const u64 mask = page.mask_of_slots();
-        u8* const my_rows = rows + block * 16 * Rows::BYTES;
         if (page.to.bits == 16) {
             if (side == KEYS)
-                store_raw<KEYS, Rows>((u32*)page.to.codes, my_rows, mask, block, lane);
+                store_raw<KEYS, Rows, false>((u32*)page.to.codes, rows, page.mask, lane);
             else
-                store_raw<VALUES, Rows>((u32*)page.to.codes, my_rows, mask, block, lane);
+                store_raw<VALUES, Rows, false>((u32*)page.to.codes, rows, page.mask, lane);
         } else {
-            const int slot = lane / 4 * 8 + 2 * block;
+            const int slot = lane / 4 * 2;
             Row row[2] = {{slot, 16, 0}, {slot + 1, 16, 0}};
             Vectors x;
-            const Frame* const frame = side == KEYS ? &page.frame : nullptr;
-            Loaded loaded = load_raw<Rows>(my_rows, frame, x, lane);
-            rotate_integers(x, pipeline.signs[lane], frame, loaded, lane);
+            const Frame* const frame = side == KEYS ? &space.frame : nullptr;
+            Loaded loaded = load_raw<Rows>(rows, frame, x, lane);
+            rotate_integers(x, shared.signs[lane], frame, loaded, lane);
             if (page.others) {
 #pragma unroll
                 for (int i = 0; i < 2; ++i) row[i] = row_at(page, slot + i);
-                take_numbers(my_rows, row, x, loaded, lane);
+                take_numbers(rows, row, x, loaded, lane);
             }
-            KVLAB_FOR_WIDTH(page.to.bits,
-                            encode_rows<BITS>(side, x, loaded, my_rows, row, page, mask, block, lane));
+            KVLAB_FOR_WIDTH(page.to.bits, encode_page<BITS>(side, x, loaded, rows, row, page, lane));
         }
         if (tail.slot >= 0) {
             ((u16*)page.tail)[tail.slot] = tail.position;
-            page.tail[2 * SLOTS + tail.slot] = tail.importance;
-        }
-        if (!is_in_one_block(side, page.to.bits)) {
-            __syncthreads();  // all codes have been staged
-            KVLAB_FOR_WIDTH(page.to.bits, store_side<BITS>(side, page, rows, mask));
+            page.tail[2 * PAGE + tail.slot] = tail.importance;
         }
         now = now == 2 ? 0 : now + 1, half ^= 1;
     }
     if (new_tokens.steps && blockIdx.x == 0 && side == KEYS)
-        for (int i = threadIdx.x; i < s.batch * s.heads; i += SIDE_THREADS)
+        for (int i = threadIdx.x; i < s.batch * s.heads; i += WRITE_THREADS)
             s.seqlen[i] = new_tokens.first + new_tokens.steps;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     copy_pages(const LayerState* layers, const MoveList* lists) {
     const MoveList list = lists[blockIdx.y];
-    const int copies = *list.num_copies;
-    u8* const arena = layers[blockIdx.y].arena;
-#pragma unroll 1
-    for (int n = blockIdx.x; n < copies; n += gridDim.x) {
-        const PageCopy copy = list.copies[n];
-        const uint4* from = (const uint4*)(arena + (u64)copy.from * UNIT);
-        uint4* to = (uint4*)(arena + (u64)copy.to * UNIT);
-        for (u32 i = threadIdx.x; i < copy.units * (UNIT / 16); i += THREADS) to[i] = from[i];
-    }
+    copy_listed<THREADS>(layers[blockIdx.y].arena, list.copies, *list.num_copies);
 }
 
 // Attention over two disjoint sets of keys, merged into the first: a warp one row of [rows][HEAD_DIM], whose

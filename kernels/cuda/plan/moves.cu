@@ -2,11 +2,11 @@
 //
 // Between plan/plan.cu and plan/tables.cu; the algorithm stands in kvlab/reference/cache_plan.py.
 //
-// plan_moves   grid (groups, layers): a block of 8 warps takes the classes of its (bh, segment) one after
-//              another; a warp has a run of table entries, or of new tokens. Where tokens leave a class,
-//              their rank is their place in a counting sort: by key, then by place. The rank says which page
-//              and slot a token goes to. Then those that stay close up: the n-th that has to move goes to the
-//              n-th hole. Shared: 8 KB of counters, and some tables.
+// plan_moves   grid (groups * classes, layers): a block of 8 warps has a class of a (bh, segment); a warp a
+//              run of its table entries, or of new tokens. Where tokens leave a class, their rank is their
+//              place in a counting sort: by key, then by place. The rank says which page and slot a token
+//              goes to. Then those that stay close up: the n-th that has to move goes to the n-th hole.
+//              Shared: 8 KB of counters, and some tables.
 //
 // Moves of phase 0 have places that follow from the counts; those of phase 1 are appended by groups as they
 // come, which changes the order of the list and nothing else.
@@ -17,8 +17,8 @@
 
 constexpr int MOVE_THREADS = 256, MOVE_WARPS = MOVE_THREADS / 32;
 
-__device__ __forceinline__ u64 first_slots(int n) {
-    return n >= PAGE ? ~0ull : (1ull << n) - 1;
+__device__ __forceinline__ u32 first_slots(int n) {
+    return (1u << n) - 1;
 }
 
 // Of a class: where chunks of each level end, and where the first goes.
@@ -26,7 +26,7 @@ struct Targets {
     int end[MAX_LEVELS];     // chunks at this level and below
     u32 number[MAX_LEVELS];  // page of the first chunk of this level
     u32 move[MAX_LEVELS];    // its slot in the list
-    int in_chunks, skipped;  // tokens in chunks, and how many fewer that are than 64 each
+    int in_chunks, skipped;  // tokens in chunks, and how many fewer that are than PAGE each
 };
 
 // The targets of the chunks of class c; one thread.
@@ -135,21 +135,21 @@ __device__ void move_new(const Plan& p, int g, int bh, int segment, Move* moves,
         const int rank = take_rank(shared.counters[warp], key, lane);
         if (rank >= 0) emit(p, shared.targets, moves, rank, bh, 0, NEW_TOKEN, token + first + lane);
     }
-    __syncthreads();  // the counters may be used again
 }
 
-// Which tokens of class r stay, what its pages will hold, and the moves of those that leave.
-__device__ void move_stored(const Plan& p, int g, int bh, int segment, int r, Move* moves, Scratch& shared) {
+// Which tokens of class r, whose pages are at `entries` entries from `start` on, stay, what its pages will
+// hold, and the moves of those that leave.
+__device__ void move_stored(const Plan& p, int g, int bh, int segment, int r, int start, int entries,
+                            Move* moves, Scratch& shared) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, top = p.s.num_rungs - 1;
-    const int pages = p.num_pages(bh), each = (pages + 32 * MOVE_WARPS - 1) / (32 * MOVE_WARPS) * 32;
-    const int begin = min(pages, warp * each), end = min(pages, begin + each);
+    const int each = (entries + 32 * MOVE_WARPS - 1) / (32 * MOVE_WARPS) * 32;
+    const int begin = start + min(entries, warp * each), end = start + min(entries, (warp + 1) * each);
     const int leaving = p.leaving(g, r), needed = p.needed(g, r);
     const int left = p.tokens(g)[r] - leaving - PAGE * (needed - 1);  // tokens of the last page
     const int kept = needed + (r == top && p.has_extra(g));
     const u32* starts = p.call.starts + (p.group(g) * p.classes + r) * KEYS;
     const u64 row = p.bh(bh) * p.s.entries;
-    const bool asks = leaving || p.call.cropped;  // for the keys of tokens
-    auto no_page = [](int, u32, int, int, int) {};
+    auto no_quad = [](const PairOfPages&) {};
 
     for (int w = 0; w < MOVE_WARPS; ++w) shared.counters[w][threadIdx.x] = 0;
     if (threadIdx.x < 3 * MOVE_WARPS) (&shared.kinds[0][0])[threadIdx.x] = 0;
@@ -160,13 +160,13 @@ __device__ void move_stored(const Plan& p, int g, int bh, int segment, int r, Mo
     __syncthreads();  // counters are zero, targets known
     const int last = shared.last;
     visit_pages(
-        p, bh, segment, r, begin, end, leaving > 0,
-        [&](int, bool mine, int, int count) {
+        p, bh, segment, begin, end, leaving > 0,
+        [&](int, bool mine, int count) {
             if (mine) atomicAdd(&shared.kinds[warp][count == PAGE ? 0 : count ? 1 : 2], 1);
         },
-        [&](int, u32, int, int key0, int key1) {
-            if (key0 >= 0 && key0 <= last) atomicAdd(&shared.counters[warp][key0], 1u);
-            if (key1 >= 0 && key1 <= last) atomicAdd(&shared.counters[warp][key1], 1u);
+        [&](const PairOfPages& pages) {
+            for (const int key : pages.key)
+                if (key >= 0 && key <= last) atomicAdd(&shared.counters[warp][key], 1u);
         });
     __syncthreads();  // all pages and tokens are counted
     if (leaving) start_ranks(starts, shared);
@@ -181,11 +181,9 @@ __device__ void move_stored(const Plan& p, int g, int bh, int segment, int r, Mo
     next[2] += all[0] + all[1];
     __syncthreads();  // every warp knows its ranks
 
-    int entry_of_lane = 0;
     visit_pages(
-        p, bh, segment, r, begin, end, asks,
-        [&](int entry, bool mine, int, int count) {
-            entry_of_lane = entry;
+        p, bh, segment, begin, end, leaving > 0,
+        [&](int entry, bool mine, int count) {
             const int kind = count == PAGE ? 0 : count ? 1 : 2;
             int order = 0;
 #pragma unroll
@@ -200,39 +198,35 @@ __device__ void move_stored(const Plan& p, int g, int bh, int segment, int r, Mo
                                         : order < needed - 1  ? PAGE
                                         : order == needed - 1 ? left
                                                               : 0;
-            if (!asks) p.call.stay[row + entry] = first_slots(count);
             if (r == top && !drop && order >= needed - 1)
                 p.call.role[p.group(g) * 2 + (order >= needed)] = entry;
         },
-        [&](int from, u32 address, int, int key0, int key1) {
-            const int rank0 = take_rank(shared.counters[warp], key0 <= last ? key0 : -1, lane);
-            const int rank1 = take_rank(shared.counters[warp], key1 <= last ? key1 : -1, lane);
-            const bool go0 = rank0 >= 0 && rank0 < leaving, go1 = rank1 >= 0 && rank1 < leaving;
-            if (go0) emit(p, shared.targets, moves, rank0, address, lane, r, bh);
-            if (go1) emit(p, shared.targets, moves, rank1, address, 32 + lane, r, bh);
-            const u32 low = __ballot_sync(ALL_LANES, key0 >= 0 && !go0);
-            const u32 high = __ballot_sync(ALL_LANES, key1 >= 0 && !go1);
-            const int entry = __shfl_sync(ALL_LANES, entry_of_lane, from);
-            if (lane == 0) p.call.stay[row + entry] = low | (u64)high << 32;
+        [&](const PairOfPages& pages) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const int key = pages.key[j], slot = lane % PAGE;
+                const int rank = take_rank(shared.counters[warp], key <= last ? key : -1, lane);
+                const bool goes = rank >= 0 && rank < leaving;
+                if (goes) emit(p, shared.targets, moves, rank, pages.address[j], slot, r, bh);
+                const u32 stay = __ballot_sync(ALL_LANES, key >= 0 && !goes);
+                if (slot == 0 && pages.entry[j] >= 0)
+                    p.call.stay[row + pages.entry[j]] = (u16)(stay >> (lane & PAGE));
+            }
         });
-    if (!asks && all[1] <= 1) {
-        __syncthreads();  // the counters may be used again
-        return;
-    }
+    if (!leaving && !p.call.cropped && all[1] <= 1) return;
 
     // Closing up: 32 pages at a time, one a lane.
     __syncwarp();  // the warp's pages have their masks
     int holes = 0, destinations = 0;
     visit_pages(
-        p, bh, segment, r, begin, end, false,
-        [&](int entry, bool mine, int, int) {
+        p, bh, segment, begin, end, false,
+        [&](int entry, bool mine, int) {
             if (!mine) return;
-            const int own =
-                __popcll(~p.call.stay[row + entry] & first_slots(p.call.after[row + entry] & 0x7f));
+            const int own = __popc(~p.call.stay[row + entry] & first_slots(p.call.after[row + entry] & 0x7f));
             holes += own;
             destinations += own > 0;
         },
-        no_page);
+        no_quad);
     holes = __reduce_add_sync(ALL_LANES, holes);
     destinations = __reduce_add_sync(ALL_LANES, destinations);
     if (lane == 0) shared.holes[warp] = holes, shared.pages[warp] = destinations;
@@ -248,12 +242,12 @@ __device__ void move_stored(const Plan& p, int g, int bh, int segment, int r, Mo
         shared.reserved = atomicAdd(&p.call.head[p.layer].reserved, (u64)total | (u64)total_pages << 32);
     int moving = 0;
     visit_pages(
-        p, bh, segment, r, begin, end, false,
-        [&](int entry, bool mine, int, int) {
+        p, bh, segment, begin, end, false,
+        [&](int entry, bool mine, int) {
             if (mine)
-                moving += __popcll(p.call.stay[row + entry] & ~first_slots(p.call.after[row + entry] & 0x7f));
+                moving += __popc(p.call.stay[row + entry] & ~first_slots(p.call.after[row + entry] & 0x7f));
         },
-        no_page);
+        no_quad);
     moving = __reduce_add_sync(ALL_LANES, moving);
     if (lane == 0) shared.kinds[warp][0] = moving;
     __syncthreads();  // tokens that move are counted, and the list has room for them
@@ -261,26 +255,24 @@ __device__ void move_stored(const Plan& p, int g, int bh, int segment, int r, Mo
     const u32 reserved = (u32)shared.reserved;
     if (reserved + (u64)total > (u64)p.call.most_dropped * PAGE) {
         if (threadIdx.x == 0) atomicOr(p.s.status, TABLE_FULL);
-        __syncthreads();  // the counters may be used again
         return;
     }
     Move* const list = p.call.moves[1] + (u64)p.layer * p.call.most_dropped * PAGE + reserved;
     u32* const begins =
         p.call.begins[1] + (u64)p.layer * (p.call.most_dropped * PAGE + 1) + (u32)(shared.reserved >> 32);
     visit_pages(
-        p, bh, segment, r, begin, end, false,
-        [&](int entry, bool mine, int, int) {
-            u64 empty = 0, moved = 0;
-            u32 address = 0;
+        p, bh, segment, begin, end, false,
+        [&](int entry, bool mine, int) {
+            u32 empty = 0, moved = 0, address = 0;
             if (mine) {
-                const u64 stays = p.call.stay[row + entry];
-                const u64 slots = first_slots(p.call.after[row + entry] & 0x7f);
+                const u32 stays = p.call.stay[row + entry],
+                          slots = first_slots(p.call.after[row + entry] & 0x7f);
                 empty = ~stays & slots;
                 moved = stays & ~slots;
                 address = p.s.index[(u64)bh * p.s.entries + entry];
             }
             const u32 filled = __ballot_sync(ALL_LANES, empty != 0);
-            int own_hole = __popcll(empty), own_mover = __popcll(moved);
+            int own_hole = __popc(empty), own_mover = __popc(moved);
             int sum_hole = own_hole, sum_mover = own_mover;
 #pragma unroll
             for (int bit = 1; bit < 32; bit *= 2) {
@@ -293,13 +285,13 @@ __device__ void move_stored(const Plan& p, int g, int bh, int segment, int r, Mo
             if (empty) begins[page + __popc(filled & lanes_below(lane))] = reserved + at;
             for (; empty; empty &= empty - 1, ++at) {
                 list[at].to = address;
-                list[at].to_slot = __ffsll(empty) - 1;
+                list[at].to_slot = __ffs(empty) - 1;
                 list[at].to_rung = r;
             }
             at = mover + sum_mover - own_mover;
             for (; moved; moved &= moved - 1, ++at) {
                 list[at].from = address;
-                list[at].from_slot = __ffsll(moved) - 1;
+                list[at].from_slot = __ffs(moved) - 1;
                 list[at].from_rung = r;
                 list[at].token = bh;
             }
@@ -307,32 +299,29 @@ __device__ void move_stored(const Plan& p, int g, int bh, int segment, int r, Mo
             mover += __shfl_sync(ALL_LANES, sum_mover, 31);
             page += __popc(filled);
         },
-        no_page);
-    __syncthreads();  // the counters may be used again
+        no_quad);
 }
 
-// Classes that no token leaves and whose pages are full but for one and an empty one at most: their pages
-// stay as they are, but for the empty one. Returns a bit for each such class.
-__device__ u32 keep_quiet(const Plan& p, int g, int bh, int segment) {
-    const int top = p.s.num_rungs - 1, pages = p.num_pages(bh);
+// Whether the pages of class r stay as they are, but for an empty one: no token leaves it, and all are full
+// but for one and an empty one at most.
+__device__ __forceinline__ bool is_quiet(const Plan& p, int g, int r) {
+    const int* kinds = p.kinds(g, r);
+    return kinds[1] <= 1 && kinds[2] <= 1 && p.leaving(g, r) == 0 && !p.call.cropped;
+}
+
+__device__ void keep_quiet(const Plan& p, int g, int bh, int segment, int r, int start, int entries) {
+    const bool is_top = r == p.s.num_rungs - 1, extra = p.has_extra(g);
     const u64 row = p.bh(bh) * p.s.entries;
-    const bool extra = p.has_extra(g);
-    u32 quiet = 0;
-    for (int r = 0; r < p.s.num_rungs; ++r) {
-        const int* kinds = p.kinds(g, r);
-        if (kinds[1] <= 1 && kinds[2] <= 1 && p.leaving(g, r) == 0 && !p.call.cropped) quiet |= 1u << r;
-    }
-    const int warp = threadIdx.x / 32, each = (pages + 32 * MOVE_WARPS - 1) / (32 * MOVE_WARPS) * 32;
+    const int warp = threadIdx.x / 32, each = (entries + 32 * MOVE_WARPS - 1) / (32 * MOVE_WARPS) * 32;
     visit_pages(
-        p, bh, segment, -1, min(pages, warp * each), min(pages, (warp + 1) * each), false,
-        [&](int entry, bool mine, int r, int count) {
-            if (!mine || !(quiet >> r & 1)) return;
-            const bool drop = count == 0 && !(r == top && extra);
+        p, bh, segment, start + min(entries, warp * each), start + min(entries, (warp + 1) * each), false,
+        [&](int entry, bool mine, int count) {
+            if (!mine) return;
+            const bool drop = count == 0 && !(is_top && extra);
             p.call.after[row + entry] = drop ? DROPPED : count;
-            if (r == top && count < PAGE && !drop) p.call.role[p.group(g) * 2 + (count == 0)] = entry;
+            if (is_top && count < PAGE && !drop) p.call.role[p.group(g) * 2 + (count == 0)] = entry;
         },
-        [](int, u32, int, int, int) {});
-    return quiet;
+        [](const PairOfPages&) {});
 }
 
 extern "C" __global__ void __launch_bounds__(MOVE_THREADS, 3)
@@ -340,21 +329,27 @@ extern "C" __global__ void __launch_bounds__(MOVE_THREADS, 3)
     __shared__ Scratch shared;
     begin_early();
     const Plan p(call, blockIdx.y);
-    const int g = blockIdx.x, bh = g / call.segments, segment = g % call.segments;
+    const int g = blockIdx.x % p.groups, r = blockIdx.x / p.groups, rungs = p.s.num_rungs;
+    const int bh = g / call.segments, segment = g % call.segments;
     Move* const moves = call.moves[0] + (u64)p.layer * call.most_new_pages * PAGE;
-    u32* const begins = call.begins[0] + (u64)p.layer * (call.most_new_pages + 1);
-    if (threadIdx.x < 2) call.role[p.group(g) * 2 + threadIdx.x] = -1;
-    __syncthreads();  // no role is set before it is cleared
-    for (int r = 0; r < p.s.num_rungs; ++r) {
-        const int pages = call.new_pages[p.at_rung(g, r)] - (r == p.s.num_rungs - 1 && p.extra_is_new(g));
-        const u32 first = call.sequence[p.at_rung(g, r)];
-        for (int i = threadIdx.x; i < pages; i += MOVE_THREADS)
-            begins[call.list[p.at_rung(g, r)] + i] = first + new_page(p, g, r, i, pages).before;
+    if (r == rungs) {
+        if (p.tokens(g)[r]) move_new(p, g, bh, segment, moves, shared);
+        return;
     }
-    const u32 quiet = keep_quiet(p, g, bh, segment);
-    for (int r = 0; r < p.s.num_rungs; ++r)
-        if (p.pages(g, r) && !(quiet >> r & 1)) move_stored(p, g, bh, segment, r, moves, shared);
-    if (p.tokens(g)[p.s.num_rungs]) move_new(p, g, bh, segment, moves, shared);
+    u32* const begins = call.begins[0] + (u64)p.layer * (call.most_new_pages + 1);
+    const int pages = call.new_pages[p.at_rung(g, r)] - (r == rungs - 1 && p.extra_is_new(g));
+    const u32 first = call.sequence[p.at_rung(g, r)];
+    for (int i = threadIdx.x; i < pages; i += MOVE_THREADS)
+        begins[call.list[p.at_rung(g, r)] + i] = first + new_page(p, g, r, i, pages).before;
+    if (r == rungs - 1 && threadIdx.x < 2) call.role[p.group(g) * 2 + threadIdx.x] = -1;
+    __syncthreads();  // no role is set before it is cleared
+    if (!p.pages(g, r)) return;
+    int start = 0, entries = 0;
+    for (int c = 0; c <= r; ++c) start += entries, entries = p.entries_before(bh, c);
+    if (is_quiet(p, g, r))
+        keep_quiet(p, g, bh, segment, r, start, entries);
+    else
+        move_stored(p, g, bh, segment, r, start, entries, moves, shared);
 }
 
 // gate: BF16=0 registers<=80

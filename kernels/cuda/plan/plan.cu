@@ -4,8 +4,8 @@
 // layers blockIdx.y = 0, 1, ... All numbers that decide are integers or rounded once, and sums are exact, so
 // neither the order of threads nor the device changes a result.
 //
-// count_keys    grid (groups, layers): a block counts the keys of its (bh, segment), a warp two pages at
-//               a time, then gives every chunk of 64 tokens its weight. Shared: classes * 1 KB + 2 KB.
+// count_keys    grid (groups, layers): a block counts the keys of its (bh, segment), a warp eight pages at
+//               a time, then gives every chunk of 16 tokens its weight. Shared: classes * 1 KB + 2 KB.
 // choose_rungs  grid (batch, layers): a block searches the price of its row's bytes, over the bits of
 //               a price, then over the number of the first chunk that goes without; it asks ASKED questions
 //               at a time, an eighth of the block each. Chunks of a class have rising weights, so those that
@@ -43,8 +43,8 @@ __device__ __forceinline__ u64 weight_below(const u32* starts, const u64* weight
     return weights[low] + (u64)(rank - starts[low]) * (token_weight(low) + share);
 }
 
-// The weight of a chunk of a class of `movable` tokens: an exact sum, rounded once. That of fewer than 64
-// tokens is as if it had 64, and no less than that of the chunk before in spite of rounding.
+// The weight of a chunk of a class of `movable` tokens: an exact sum, rounded once. That of fewer than
+// PAGE tokens is as if it had so many, and no less than that of the chunk before in spite of rounding.
 __device__ __forceinline__ float chunk_weight(const u32* starts, const u64* weights, u64 share, int chunk,
                                               int movable) {
     const int first = chunk * PAGE, n = min(PAGE, movable - first);
@@ -57,53 +57,53 @@ __device__ __forceinline__ float chunk_weight(const u32* starts, const u64* weig
     return fmaxf(scaled, __ull2float_rn(from - weight_below(starts, weights, share, first - PAGE)));
 }
 
-// Counts the tokens of 32 pages at most, entry `entry` of a lane: half a warp a page, a lane four slots.
+// Counts the tokens of `entries` entries at most, entry `entry` of a lane, and lists their keys: four lanes a
+// page, a lane four slots.
 template <bool PLAIN>
-__device__ __forceinline__ void count_pages(const Plan& p, int bh, int segment, int entry, int pages,
-                                            u32* counts, int (*kinds)[3], int lane) {
-    constexpr int AT_ONCE = 4;
-    const u64 at = (u64)bh * p.s.entries + entry;
-    const bool mine = entry < pages && p.s.base[at] == segment;
-    const int r = mine ? p.s.rung[at] : 0, count = mine ? p.s.count[at] : 0, slot = lane % 16 * 4;
-    const u32 address = mine ? p.s.index[at] : 0;
-    if (mine) atomicAdd(&kinds[r][count == PAGE ? 0 : count ? 1 : 2], 1);
-    u32 todo = __ballot_sync(ALL_LANES, mine && count > 0);
-#pragma unroll 1
-    while (todo) {
-        u32 codes[AT_ONCE];
-        uint2 positions[AT_ONCE];  // of two slots each word
-        int held[AT_ONCE];         // tokens among this lane's slots
-        int window[AT_ONCE];
-        u32* to[AT_ONCE];
+__device__ __forceinline__ void count_pages(const Plan& p, int bh, int segment, int entry, int end,
+                                            int entries, u32* counts, int (*kinds)[3], int lane) {
+    constexpr int LANES = PAGE / 4, PAGES = 32 / LANES, AT_ONCE = 32 / PAGES;
+    const PageOfLane page = page_at(p, bh, segment, entry, end);
+    const u32 mine = __ballot_sync(ALL_LANES, page.there), part = lane % LANES;
+    if (page.there) atomicAdd(&kinds[page.rung][page.count == PAGE ? 0 : page.count ? 1 : 2], 1);
+    u32 codes[AT_ONCE];
+    uint2 positions[AT_ONCE];  // of two slots each word
+    int held[AT_ONCE];         // tokens among this lane's slots
+    int rung[AT_ONCE];
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            const int low = __ffs(todo) - 1;
-            todo &= todo - 1;
-            const int high = __ffs(todo) - 1;
-            todo &= todo - 1;
-            const int from = lane < 16 ? low : high, source = max(from, 0);
-            const int n = __shfl_sync(ALL_LANES, count, source), rung = __shfl_sync(ALL_LANES, r, source);
-            const u8* tail =
-                p.s.arena + (u64)__shfl_sync(ALL_LANES, address, source) * UNIT + p.s.rungs[rung].tail;
-            held[i] = from < 0 ? 0 : n - slot;
-            to[i] = counts + rung * KEYS;
-            if (!PLAIN) window[i] = p.window_of(rung);
-            codes[i] = 0;
-            positions[i] = {0, 0};
-            if (held[i] <= 0) continue;
-            codes[i] = *(const u32*)(tail + 2 * PAGE + slot);
-            positions[i] = *(const uint2*)(tail + 2 * slot);
+    for (int i = 0; i < AT_ONCE; ++i) {
+        const int source = PAGES * i + lane / LANES;
+        held[i] = __shfl_sync(ALL_LANES, page.count, source) - 4 * (int)part;
+        rung[i] = __shfl_sync(ALL_LANES, page.rung, source);
+        const u8* tail =
+            p.s.arena + (u64)__shfl_sync(ALL_LANES, page.address, source) * UNIT + p.s.rungs[rung[i]].tail;
+        codes[i] = 0;
+        positions[i] = {0, 0};
+        if (held[i] <= 0) continue;
+        codes[i] = ((const u32*)(tail + 2 * PAGE))[part];
+        positions[i] = ((const uint2*)tail)[part];
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+        if (PAGES * i >= entries) break;
+        const int window = PLAIN ? 0 : p.window_of(rung[i]), source = PAGES * i + lane / LANES;
+        u32 keys = 0, slots = 0;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const u32 word = j < 2 ? positions[i].x : positions[i].y;
+            const int position = segment << 16 | (word >> 16 * (j % 2) & 0xffff);
+            if (j >= held[i]) continue;
+            const int key = p.key<PLAIN>(codes[i] >> 8 * j & 0xff, position, window);
+            if (!PLAIN && key < 0) continue;
+            atomicAdd(counts + rung[i] * KEYS + key, 1u);
+            keys |= (u32)key << 8 * j, slots |= 1u << (4 * part + j);
         }
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i)
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const u32 word = j < 2 ? positions[i].x : positions[i].y;
-                const int position = segment << 16 | (word >> 16 * (j % 2) & 0xffff);
-                if (j >= held[i]) continue;
-                const int key = p.key<PLAIN>(codes[i] >> 8 * j & 0xff, position, window[i]);
-                if (PLAIN || key >= 0) atomicAdd(to[i] + key, 1u);
-            }
+        slots |= __shfl_xor_sync(ALL_LANES, slots, 1);
+        slots |= __shfl_xor_sync(ALL_LANES, slots, 2);
+        if (!(mine >> source & 1)) continue;
+        const u64 at = p.bh(bh) * p.s.entries + entry - lane + source;
+        ((u32*)(p.call.keys + at * PAGE))[part] = keys;
+        if (part == 0) p.call.stay[at] = (u16)slots;
     }
 }
 
@@ -111,11 +111,11 @@ __device__ __forceinline__ void count_pages(const Plan& p, int bh, int segment, 
 template <bool PLAIN>
 __device__ __forceinline__ void count_all(const Plan& p, int bh, int segment, u32* counts, int (*kinds)[3]) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int pages = p.num_pages(bh);
-    const int each = pages <= COUNT_THREADS / 4 ? 8 : pages <= COUNT_THREADS / 2 ? 16 : 32;  // for all warps
+    const int end = p.num_pages(bh);
+    const int each = end <= COUNT_THREADS / 4 ? 8 : end <= COUNT_THREADS / 2 ? 16 : 32;  // for all warps
 #pragma unroll 1
-    for (int first = each * warp; first < pages; first += each * (COUNT_THREADS / 32))
-        count_pages<PLAIN>(p, bh, segment, lane < each ? first + lane : pages, pages, counts, kinds, lane);
+    for (int first = each * warp; first < end; first += each * (COUNT_THREADS / 32))
+        count_pages<PLAIN>(p, bh, segment, first + lane, min(end, first + each), each, counts, kinds, lane);
 }
 
 extern "C" __global__ void __launch_bounds__(COUNT_THREADS, 4)
@@ -263,15 +263,16 @@ __device__ void choose_uniform(const Plan& p, int row, const int* cost, long lon
     const int own = p.s.heads * p.call.segments, runs = own * p.classes;
     const int4* const run = &p.run(row * own, 0);
     int level = p.levels;
-    long long all = bytes_left + 1;
-    while (level > 0 && all > bytes_left) {
+    bool fits = false;
+    while (level > 0 && !fits) {
         --level;
-        long long bytes = 0;
+        long long bytes = 0, all;
         for (int n = threadIdx.x; n < runs; n += ROW_THREADS)
             bytes += (long long)run[n].x * (cost[min(p.ceiling(n % p.classes), level)] - cost[0]);
         block_scan<ROW_THREADS, long long>(bytes, all);
+        fits = all <= bytes_left;
     }
-    if (all > bytes_left && threadIdx.x == 0) atomicOr(p.s.status, OVER_BUDGET);
+    if (!fits && threadIdx.x == 0) atomicOr(p.s.status, OVER_BUDGET);
     for (int n = threadIdx.x; n < runs; n += ROW_THREADS)
         p.chosen(row * own + n / p.classes, n % p.classes)[min(p.ceiling(n % p.classes), level)] = run[n].x;
 }
@@ -337,16 +338,16 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     Bounds bounds = {0, mine.run.chunks};  // for `mine` and all prices that are left
     int turn = 0;
     // Whether the row fits, for the questions of all: bits 4 i to 4 i + 3 answer price and ties of the i-th
-    // eighth of the block. `never`: this one is known not to fit.
-    auto fits = [&](float price, int ties, bool never) {
-        long long bytes = never ? 1ll << 48 : 0;
+    // eighth of the block.
+    auto fits = [&](float price, int ties) {
+        long long bytes = 0;
         for (int task = first_task; task - lane < tasks; task += ANSWERING) {  // whole warps
             const Edge edge = task == first_task ? mine : task < tasks ? edge_at(task) : Edge{};
             const Bounds within = task == first_task ? bounds : Bounds{0, edge.run.chunks};
             int above;
             const u32 more = edge.bytes * taking(edge.run, edge.rate, price, within, ties, above);
             if (task == first_task) found[turn][asked][first_task] = (u16)above;
-            bytes += __reduce_add_sync(ALL_LANES, more);  // a run has 1,024 chunks at most
+            bytes += __reduce_add_sync(ALL_LANES, more);  // a run has 4,096 chunks at most
         }
         if (lane == 0) sums[turn][warp] = bytes;
         __syncthreads();  // the sums of this turn are whole, and those of the turn before have been read
@@ -363,7 +364,9 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     int low = -1, high = 0x7f7fffff;
     while (high - low > 1) {
         const int price = between(low, high, asked), before = low;
-        const int cheapest = answer(fits(__int_as_float(price), 0, price == low));
+        // What is known not to fit does not, whatever its sum is.
+        const u32 known = __ballot_sync(ALL_LANES, between(low, high, lane / (ANSWERING / 32)) == low);
+        const int cheapest = answer(fits(__int_as_float(price), 0) & ~known);
         if (cheapest > 0) low = between(before, high, cheapest - 1);
         if (cheapest < ASKED) high = between(before, high, cheapest);
         // Dearer prices have later first chunks, so searches begin between those of the two that are left.
@@ -373,11 +376,11 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     const float price = __int_as_float(high);
     int ties = 0, beyond = total + 1;
     while (beyond - ties > 1) {
-        const int fitting = answer(~fits(price, between(ties, beyond, asked), false)), before = ties;
+        const int fitting = answer(~fits(price, between(ties, beyond, asked))), before = ties;
         if (fitting > 0) ties = between(before, beyond, fitting - 1);
         if (fitting < ASKED) beyond = between(before, beyond, fitting);
     }
-    if (!(fits(price, ties, false) & 1) && threadIdx.x == 0) atomicOr(p.s.status, OVER_BUDGET);
+    if (!(fits(price, ties) & 1) && threadIdx.x == 0) atomicOr(p.s.status, OVER_BUDGET);
     for (int n = threadIdx.x; n < own * p.classes; n += ROW_THREADS) {
         const Hull& hull = hulls[p.ceiling(n % p.classes)];
         int* chosen = p.chosen(row * own + n / p.classes, n % p.classes);
@@ -503,7 +506,7 @@ extern "C" __global__ void __launch_bounds__(ALLOCATE_THREADS)
         PlanHead* head = call.head + p.layer;
         p.s.num_free[0] = num_free - taken;
         head->num_groups[0] = listed;
-        head->reserved = 0;
+        head->reserved = 0, head->tables = 0;
         call.begins[0][(u64)p.layer * (call.most_new_pages + 1) + listed] = moves;
     }
 }

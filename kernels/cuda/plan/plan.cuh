@@ -4,7 +4,7 @@
 
 #include "pages/state.cuh"
 
-constexpr int KEYS = 256, RECENT = 253, SINK = 254, WINDOW = 255, PAGE = 64;
+constexpr int KEYS = 256, RECENT = 253, SINK = 254, WINDOW = 255;
 enum Choice { BY_PRICE, UNIFORM, ON_HOST };
 constexpr int MAX_LEVELS = CACHE_RUNGS + 1;
 constexpr u8 DROPPED = 0x80;           // in PlanCall::after
@@ -17,10 +17,17 @@ struct Hull {
     int edges;
 };
 
+// An entry of a page table.
+struct alignas(8) Entry {
+    u32 index;
+    u16 base;
+    u8 rung, count;
+};
+
 // Of one layer, between the kernels of a plan.
 struct PlanHead {
-    int num_groups[2], num_copies, unused;
-    u64 reserved;  // phase 1: moves, and in the upper half pages they go to
+    int num_groups[2], num_copies, tables;  // tables: of so many bh are made
+    u64 reserved;                           // phase 1: moves, and in the upper half pages they go to
 };
 
 // Arrays of the workspace have the layer of the launch as their first axis. A group is (bh, segment); class
@@ -42,12 +49,12 @@ struct PlanCall {
     int* extra;  // [groups]: EXTRA if an empty page is to be held ready, COMPACT if chunks may be short
     int *new_pages, *first;  // [groups][num_rungs]: pages added, number of the first
     int *list,
-        *sequence;       // [groups][num_rungs]: place of the first in the list of phase 0, of its first move
-    u64* stay;           // [num_bh][entries]: which tokens stay in their rung
-    u8* after;           // [num_bh][entries]: tokens that a page will hold, or DROPPED
-    int* role;           // [groups][2]: entry of the page with the left over, of the empty page; -1: none
-    u32* vacant;         // [num_bh][entries]: entries to fill
-    int* freed_first;    // [num_bh][num_rungs]: place of a bh's first in the list of dropped pages
+        *sequence;  // [groups][num_rungs]: place of the first in the list of phase 0, of its first move
+    u8* keys;       // [num_bh][entries][PAGE]: of tokens, by slot
+    u16* stay;      // [num_bh][entries]: which slots hold tokens, then which of these stay in their rung
+    u8* after;      // [num_bh][entries]: tokens that a page will hold, or DROPPED
+    int *role, *role_after;  // [groups][2]: entry of the page with the left over, of the empty page; -1: none
+    Entry* table;            // [num_bh][entries]: as it will be
     u32 *freed, *holes;  // [most_dropped]: numbers of dropped pages, by rung; those with a live page behind
     u8* beyond_end;      // [most_dropped]: whether a page that is beyond the end after the change is dropped
     PlanHead* head;      // [1]
@@ -62,10 +69,13 @@ struct PlanCall {
     int cropped;  // pages may hold tokens at or beyond the end of their row, which are none
 };
 
-// Pages that so many tokens fill; free slots of the page that takes the next ones, behind what is left over
-// of new tokens, or of those at the top rung.
+// Pages that so many tokens fill; entries that so many pages take; free slots of the page that takes the next
+// tokens, behind what is left over of new tokens, or of those at the top rung.
 __device__ __forceinline__ int pages_of(int tokens) {
     return (tokens + PAGE - 1) / PAGE;
+}
+__device__ __forceinline__ int whole_quads(int entries) {
+    return (entries + QUAD - 1) / QUAD * QUAD;
 }
 __device__ __forceinline__ int slots_behind(int of_new, int of_top) {
     const int left = of_new % PAGE ? of_new % PAGE : of_top % PAGE;
@@ -136,6 +146,16 @@ struct Plan {
         const int* k = kinds(g, r);
         return k[0] + k[1] + k[2];
     }
+    // Those that keep their places in the pool; the others are dropped.
+    __device__ __forceinline__ int pages_kept(int g, int r) const {
+        return min(pages(g, r), needed(g, r) + (r == s.num_rungs - 1 && has_extra(g)));
+    }
+    // Entries of rung r before a plan, which stand together.
+    __device__ __forceinline__ int entries_before(int bh, int r) const {
+        int found = 0;
+        for (int i = 0; i < call.segments; ++i) found += pages(bh * call.segments + i, r);
+        return whole_quads(found);
+    }
     // Pages of a bh that plans see: none of a row whose tokens wait.
     __device__ __forceinline__ int num_pages(int bh) const {
         return s.waits[bh / s.heads] ? 0 : s.num_pages[bh];
@@ -202,58 +222,67 @@ __device__ __forceinline__ T block_scan(T x, T& total) {
     return before + sum - x;
 }
 
-// Goes through the pages of a bh and segment at entries [begin, end), one warp; of one rung, or of all if
-// rung < 0. on_batch(entry, mine, count) is called for 32 entries at once, then on_page(from lane, address,
-// rung, key of slot lane, key of slot 32 + lane) for those that are mine; a key is -1 where no token is.
-template <class OnBatch, class OnPage>
-__device__ __forceinline__ void visit_pages(const Plan& p, int bh, int segment, int rung, int begin, int end,
-                                            bool with_pages, OnBatch on_batch, OnPage on_page) {
-    constexpr int AT_ONCE = 4;
-    const int lane = threadIdx.x % 32;
-    const u64 row = (u64)bh * p.s.entries;
-    const bool plain = p.is_plain();
+// What a lane knows of an entry: whether it has a page, of which rung, how many tokens, where.
+struct PageOfLane {
+    bool there;
+    int rung, count;
+    u32 address;
+};
+
+__device__ __forceinline__ PageOfLane page_at(const Plan& p, int bh, int segment, int entry, int end) {
+    const u64 at = (u64)bh * p.s.entries + min(entry, end - 1);
+    const u32 address = p.s.index[at];  // all are asked for at once
+    const int base = p.s.base[at], rung = p.s.rung[at], count = p.s.count[at];
+    const bool there = entry < end && address != NO_PAGE && base == segment;
+    return {there, there ? rung : 0, there ? count : 0, address};
+}
+
+// Two of the pages of a quad of entries as half a warp sees them: the key of slot lane % 16 of each, -1 where
+// no token is.
+struct PairOfPages {
+    int entry[2];  // or -1
+    u32 address[2];
+    int key[2];
+};
+
+// Goes through the pages of a bh and segment at entries [begin, end), one warp. on_batch(entry, mine, count)
+// is called for 32 entries at once, then on_quad for every four of them with any that are mine: lanes 0 to 15
+// see the first and the third, lanes 16 to 31 the others.
+template <class OnBatch, class OnQuad>
+__device__ __forceinline__ void visit_pages(const Plan& p, int bh, int segment, int begin, int end,
+                                            bool with_keys, OnBatch on_batch, OnQuad on_quad) {
+    constexpr int AT_ONCE = 2;  // quads
+    const int lane = threadIdx.x % 32, slot = lane % PAGE;
+    const u16* const stay = p.call.stay + p.bh(bh) * p.s.entries;
+    const u8* const keys = p.call.keys + p.bh(bh) * p.s.entries * PAGE + slot;
 #pragma unroll 1
     for (int first = begin; first < end; first += 32) {
-        const int entry = first + lane;
-        const bool there = entry < end && p.s.base[row + entry] == segment;
-        const int r = there ? p.s.rung[row + entry] : 0, count = there ? p.s.count[row + entry] : 0;
-        const u32 address = there ? p.s.index[row + entry] : 0;
-        const bool mine = there && (rung < 0 || r == rung);
-        on_batch(entry, mine, r, count);
-        u32 todo = __ballot_sync(ALL_LANES, mine && with_pages);
+        const PageOfLane page = page_at(p, bh, segment, first + lane, end);
+        on_batch(first + lane, page.there, page.count);
+        const u32 todo = __ballot_sync(ALL_LANES, page.there && with_keys);
 #pragma unroll 1
-        while (todo) {
-            int from[AT_ONCE];
-            u32 codes[AT_ONCE], positions[AT_ONCE];  // of slot lane; of slot 32 + lane in the upper halves
+        for (int start = 0; start < 32; start += QUAD * AT_ONCE) {
+            if (!(todo >> start & (1u << QUAD * AT_ONCE) - 1)) continue;
+            const auto source_of = [&](int i, int j) { return start + QUAD * i + 2 * j + lane / PAGE; };
+            PairOfPages pages[AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i)
+#pragma unroll
+                for (int j = 0; j < 2; ++j) {
+                    const int source = source_of(i, j);
+                    pages[i].key[j] = -1;
+                    if (todo >> source & 1 && stay[first + source] >> slot & 1)
+                        pages[i].key[j] = keys[(first + source) * PAGE];
+                }
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) {
-                from[i] = todo ? __ffs(todo) - 1 : -1;
-                todo &= todo - 1;
-                const int source = max(from[i], 0), n = __shfl_sync(ALL_LANES, count, source);
-                const u64 page = (u64)__shfl_sync(ALL_LANES, address, source) * UNIT;
-                const u8* tail = p.s.arena + page + p.s.rungs[__shfl_sync(ALL_LANES, r, source)].tail;
-                codes[i] = positions[i] = 0xffffffffu;
-                if (from[i] < 0) continue;
-                if (lane < n) {
-                    codes[i] = tail[2 * PAGE + lane] | 0xffff0000u;
-                    positions[i] = ((const u16*)tail)[lane] | 0xffff0000u;
-                }
-                if (lane + 32 < n) {
-                    codes[i] = (codes[i] & 0xffffu) | (u32)tail[2 * PAGE + 32 + lane] << 16;
-                    positions[i] = (positions[i] & 0xffffu) | (u32)((const u16*)tail)[32 + lane] << 16;
-                }
-            }
 #pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) {
-                if (from[i] < 0) continue;
-                const int position = segment << 16;
-                const u32 low = codes[i] & 0xffffu, high = codes[i] >> 16;
-                const int of_page = __shfl_sync(ALL_LANES, r, from[i]),
-                          window = plain ? 0x7fffffff : p.window_of(of_page);
-                const int key0 =
-                    low == 0xffffu ? -1 : p.key(low, position + (positions[i] & 0xffffu), window);
-                const int key1 = high == 0xffffu ? -1 : p.key(high, position + (positions[i] >> 16), window);
-                on_page(from[i], __shfl_sync(ALL_LANES, address, from[i]), of_page, key0, key1);
+                for (int j = 0; j < 2; ++j) {
+                    const int source = source_of(i, j);
+                    pages[i].address[j] = __shfl_sync(ALL_LANES, page.address, source);
+                    pages[i].entry[j] = todo >> source & 1 ? first + source : -1;
+                }
+                on_quad(pages[i]);
             }
         }
     }

@@ -1,10 +1,8 @@
 // How important tokens are: attention mass, from kept scores or from queries and keys, and norms of keys.
 //
 // Threads and data
-//   score_stored    grid (blocks of pages, num_bh, layers): 8 lanes have a page, each 8 slots of it. Reads
-//   the
-//                   scores of the kept rows, a byte each, and brings the importance bytes of the page up to
-//                   date.
+//   score_stored    grid (blocks of quads, num_bh, layers): 8 lanes have a quad. Reads the scores of the kept
+//                   rows, a byte each, and brings the importance bytes of its pages up to date.
 //   mass_of_scores  from scores in float32, and writes the mass: what kvlab.ops.packed.mass_from_scores is on
 //                   a GPU.
 //   score_new       grid (tiles of keys, num_bh): a warp holds KEYS keys as B operands of mma.m16n8k16 in
@@ -23,7 +21,7 @@
 #include "pages/state.cuh"
 #include "common/early_launch.cuh"
 
-constexpr int THREADS = 256, WARPS = THREADS / 32, PAGE = 64;
+constexpr int THREADS = 256, WARPS = THREADS / 32, SLOTS = QUAD * PAGE;  // of a quad
 #define INFINITE __int_as_float(0x7f800000)
 
 __device__ __forceinline__ float finite(float x) {
@@ -33,9 +31,9 @@ __device__ __forceinline__ float finite(float x) {
 // ---- From kept scores
 
 struct Kept {
-    const void* scores;  // [num_bh][entries] blocks, or float [num_bh][entries][rows][PAGE]
-    const float* lse;    // [batch][heads * group][seqlen]
-    int group, positions, seqlen, entries;  // positions: the last query rows, whose scores were kept
+    const void* scores;                   // [num_bh][quads] blocks, or float [num_bh][quads][rows][SLOTS]
+    const float* lse;                     // [batch][heads * group][seqlen]
+    int group, positions, seqlen, quads;  // positions: the last query rows, whose scores were kept
 
     __device__ __forceinline__ int rows() const { return positions * group; }
 };
@@ -57,8 +55,9 @@ struct Following {
     int counted;  // tokens of this call that LayerState::seqlen counts already
 };
 
-// The layers of score_stored. The block of a page has a byte for each slot, row after row, and then for each
+// The layers of score_stored. The block of a quad has a byte for each slot, row after row, and then for each
 // row a float, its reference: the score, base 2, is (code - 255) / 8 + reference, and code 0 is nothing.
+// Bytes 8 g + 2 q and the next are of slots 2 g and 2 g + 1 of page q.
 struct Scoring {
     const LayerState* layers;
     Kept kept;
@@ -66,8 +65,8 @@ struct Scoring {
 };
 
 constexpr int SCORE_THREADS = 64;  // few, so that the last blocks of a launch end together
-constexpr int LANES = 8, PAGES = SCORE_THREADS / LANES, OWN = PAGE / LANES;  // of a page, a block, a lane
-constexpr int AT_ONCE = 4;                                                   // rows
+constexpr int LANES = 8, QUADS = SCORE_THREADS / LANES, OWN = SLOTS / LANES;  // of a quad, a block, a lane
+constexpr int AT_ONCE = 4;                                                    // rows
 constexpr float LEAST = 3.7252903e-9f;  // 2^-28: less has no importance code, nor do sums of code 0
 
 // Byte i of x as 128 + x / 256, and the exponent of 2 that it is as eighths.
@@ -87,7 +86,7 @@ __device__ __forceinline__ u64 read_words(const void* from) {
     return read_now((const u64*)from);
 }
 
-// Rows first to first + AT_ONCE - 1 of a page, of the slots of a lane; on their way from where this is made.
+// Rows first to first + AT_ONCE - 1 of a quad, of the slots of a lane; on their way from where this is made.
 struct Rows {
     u64 codes[AT_ONCE];
     float base;  // of row first + lane
@@ -96,10 +95,10 @@ struct Rows {
         const int rows = kept.rows(), row = first + lane;
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i)
-            codes[i] = read_words(block + PAGE * min(first + i, rows - 1) + OWN * lane);
+            codes[i] = read_words(block + SLOTS * min(first + i, rows - 1) + OWN * lane);
         base = -INFINITE;
         if (lane < AT_ONCE && row < rows) {
-            const float reference = read_now((const float*)(block + PAGE * rows) + row);
+            const float reference = read_now((const float*)(block + SLOTS * rows) + row);
             base = base_of(kept, bh, row);
             if (base != -INFINITE) base += reference;  // or a query of NaN, if it is padding, would count
         }
@@ -195,28 +194,31 @@ __device__ __forceinline__ bool any_young(u64 positions, int length, int old) {
 extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 20)
     score_stored(const __grid_constant__ Scoring call) {
     __shared__ CodeTables tables;
+    __shared__ __align__(16) float shared_mass[QUADS][SLOTS + 8];  // by page and slot
     begin_early();
     const Kept& kept = call.kept;
     const Following& following = call.following;
     const LayerState& s = call.layers[blockIdx.z];
     const int bh = blockIdx.y, kept_pair = blockIdx.z * gridDim.y + bh, lane = threadIdx.x % LANES;
-    const int place = blockIdx.x * PAGES + threadIdx.x / LANES, entry = min(place, kept.entries - 1);
-    // Most pages are live, so all that is needed of one is asked for before anybody knows which are.
-    const int rows = kept.rows(), block_bytes = PAGE * rows + 16 * ((rows + 3) / 4);
-    const u8* block = (const u8*)kept.scores + ((u64)kept_pair * kept.entries + entry) * (u32)block_bytes;
+    const int place = blockIdx.x * QUADS + threadIdx.x / LANES, quad = min(place, kept.quads - 1);
+    // Most pages are live, so all that is needed of them is asked for before anybody knows which are.
+    const int rows = kept.rows(), block_bytes = SLOTS * rows + 16 * ((rows + 3) / 4);
+    const u8* block = (const u8*)kept.scores + ((u64)kept_pair * kept.quads + quad) * (u32)block_bytes;
     const Rows first_rows(kept, block, kept_pair, 0, lane);
-    const u64 at = (u64)bh * kept.entries + entry;
+    // Of scores a lane has two slots of every page, of importance eight of one.
+    const int page = lane / 2, first_slot = lane % 2 * OWN;
+    const u64 at = ((u64)bh * kept.quads + quad) * QUAD + page;
     const u32 address = read_now(s.index + at), rung = read_now(s.rung + at) % CACHE_RUNGS;
     const int count = read_now(s.count + at), base = read_now(s.base + at) << 16;
-    const int live = place < s.num_pages[bh] ? count - OWN * lane : 0;
+    const int live = QUAD * place < s.num_pages[bh] ? count - first_slot : 0;
     const int length = s.seqlen[bh] - following.counted - base;
     tables.fill();
     if (!__any_sync(ALL_LANES, live > 0)) return;
     u8* const tail = s.arena + (u64)address * UNIT + s.rungs[rung].tail;
-    uint2* const codes = (uint2*)(tail + 2 * PAGE + OWN * lane);
+    uint2* const codes = (uint2*)(tail + 2 * PAGE + first_slot);
     ulonglong2 positions = {};
     uint2 before = {};
-    if (live > 0) positions = *(const ulonglong2*)(tail + 2 * OWN * lane), before = *codes;
+    if (live > 0) positions = *(const ulonglong2*)(tail + 2 * first_slot), before = *codes;
     float mass[OWN] = {};
     first_rows.add_to(mass);
 #pragma unroll 1
@@ -225,6 +227,13 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 20)
     const float share = __fdividef(1.f, (float)rows);
 #pragma unroll
     for (int i = 0; i < OWN; ++i) mass[i] = mass[i] * share > LEAST ? mass[i] * share : 0.f;
+    float* const of_quad = shared_mass[threadIdx.x / LANES];
+#pragma unroll
+    for (int q = 0; q < QUAD; ++q) *(float2*)(of_quad + PAGE * q + 2 * lane) = {mass[2 * q], mass[2 * q + 1]};
+    __syncwarp();  // the mass of all slots is there
+#pragma unroll
+    for (int i = 0; i < OWN; i += 4)
+        *(float4*)(mass + i) = *(const float4*)(of_quad + PAGE * page + first_slot + i);
     if (live <= 0) return;
     uint2 after;
     if (any_young(positions.x, length, following.old) || any_young(positions.y, length, following.old)) {
@@ -237,18 +246,18 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 20)
     *codes = after;
 }
 
-// A thread four slots of a page.
+// A thread four slots of a quad.
 extern "C" __global__ void __launch_bounds__(THREADS)
     mass_of_scores(const u8* count, const int* num_pages, float* mass, const __grid_constant__ Kept kept) {
-    constexpr int FOURS = PAGE / 4;
-    const int bh = blockIdx.y, entry = blockIdx.x * (THREADS / FOURS) + threadIdx.x / FOURS;
+    constexpr int FOURS = SLOTS / 4;
+    const int bh = blockIdx.y, quad = blockIdx.x * (THREADS / FOURS) + threadIdx.x / FOURS;
     const int slot = threadIdx.x % FOURS * 4, rows = kept.rows();
-    if (entry >= kept.entries) return;
-    const u64 at = (u64)bh * kept.entries + entry;
-    const int tokens = entry < num_pages[bh] ? count[at] : 0;
+    if (quad >= kept.quads) return;
+    const u64 at = (u64)bh * kept.quads + quad;
+    const int tokens = QUAD * quad < num_pages[bh] ? count[QUAD * at + slot / PAGE] - slot % PAGE : 0;
     const float4* scores = (const float4*)kept.scores + at * rows * FOURS + slot / 4;
     float found[4] = {};
-    if (slot < tokens)
+    if (tokens > 0)
 #pragma unroll 4
         for (int row = 0; row < rows; ++row) {
             const float4 score = scores[row * FOURS];
@@ -261,8 +270,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
     const float share = __fdividef(1.f, (float)rows);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) found[i] = slot + i < tokens ? found[i] * share : 0.f;
-    *(float4*)(mass + at * PAGE + slot) = {found[0], found[1], found[2], found[3]};
+    for (int i = 0; i < 4; ++i) found[i] = i < tokens ? found[i] * share : 0.f;
+    *(float4*)(mass + at * SLOTS + slot) = {found[0], found[1], found[2], found[3]};
 }
 
 // ---- From queries and keys

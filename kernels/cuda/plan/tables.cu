@@ -2,109 +2,161 @@
 //
 // After plan/moves.cu; the algorithm stands in kvlab/reference/cache_plan.py.
 //
-// make_tables  grid (1, layers): a warp takes the num_bh warp, warp + 32, ... and brings their tables to the
-//              final state, 32 entries at a time; then the block closes the holes in the numbers of each
-//              rung's pages. Shared: 2 KB of counters.
+// make_tables  grid (num_bh, layers): a block brings the table of a bh to its final state: of each rung the
+//              pages that stay, new ones, then entries without a page up to a whole quad. Tables are sorted
+//              by rung before, too, so the place of a page follows from how many stay before it. The last
+//              block of a layer closes the holes in the numbers of each rung's pages.
 #include "pages/codes.cuh"
 #include "pages/state.cuh"
 #include "plan/plan.cuh"
 #include "common/early_launch.cuh"
 
-constexpr int TABLE_THREADS = 1024;
+constexpr int TABLE_THREADS = 512;
 
-// Entries of a bh's table: dropped pages make room for the last entries and for new pages;
-// one warp.
-__device__ void make_table(const Plan& p, int bh, int* next_freed) {
+// Of the rungs of a bh.
+struct Places {
+    int staying[CACHE_RUNGS];    // pages that stay
+    int begin[CACHE_RUNGS + 1];  // entries
+    int shift[CACHE_RUNGS];      // of a page that stays: its entry less the number of those before it
+    int freed[CACHE_RUNGS];      // the same of a dropped one: its place in the list of all
+};
+
+// Finds the places of the pages of a bh, and how many pages of each rung are dropped; all threads. Returns
+// these together.
+__device__ int find_places(const Plan& p, int bh, Places& places, int* dropped) {
+    const int rungs = p.s.num_rungs, segments = p.call.segments, i = threadIdx.x;
+    if (i < rungs) {
+        int staying = 0, before = 0, added = 0;
+        for (int g = bh * segments; g < (bh + 1) * segments; ++g) {
+            staying += p.pages_kept(g, i), before += p.pages(g, i);
+            added += p.call.new_pages[p.at_rung(g, i)];
+        }
+        dropped[i] = places.freed[i] = 0;
+        places.staying[i] = staying, places.shift[i] = before, places.begin[i] = added;
+    }
+    __syncthreads();  // sums of this bh are there, others are cleared
+    for (int at = i; at < p.groups * rungs; at += TABLE_THREADS) {
+        const int g = at / rungs, r = at - g * rungs, gone = p.pages(g, r) - p.pages_kept(g, r);
+        if (gone) atomicAdd(dropped + r, gone);
+        if (gone && g / segments < bh) atomicAdd(places.freed + r, gone);
+    }
+    __syncthreads();  // all dropped pages are counted
+    int total = 0;
+    for (int r = 0; r < rungs; ++r) total += dropped[r];
+    if (i == 0) {
+        int entry = 0, staying = 0, gone = 0, first = 0;
+        for (int r = 0; r < rungs; ++r) {
+            const int own = places.staying[r], before = places.shift[r], added = places.begin[r];
+            places.begin[r] = entry, places.shift[r] = entry - staying;
+            places.freed[r] += first - gone;
+            entry += whole_quads(own + added);
+            staying += own, gone += before - own, first += dropped[r];
+        }
+        places.begin[rungs] = entry;
+    }
+    __syncthreads();  // places are known
+    return total;
+}
+
+// Lists what stays in a bh's table, and the numbers of pages that are dropped; all threads.
+__device__ void list_pages(const Plan& p, int bh, const Places& places, Entry* table) {
     const LayerState& s = p.s;
-    if (s.waits[bh / s.heads]) return;  // its pages stay as they are
-    const int lane = threadIdx.x % 32, n = s.num_pages[bh], top = s.num_rungs - 1;
-    const u64 table = (u64)bh * s.entries, row = p.bh(bh) * s.entries;
-    u32* const vacant = p.call.vacant + row;
+    const u64 row = (u64)bh * s.entries;
+    const u8* const after = p.call.after + p.bh(bh) * s.entries;
     u32* const freed = p.call.freed + (u64)p.layer * p.call.most_dropped;
-    int gone = 0, added = 0;
-    for (int i = lane; i < p.call.segments * s.num_rungs; i += 32)
-        added += p.call.new_pages[p.at_rung(bh * p.call.segments, 0) + i];
-    added = __reduce_add_sync(ALL_LANES, added);
-    for (int e = lane; e < n; e += 32) gone += p.call.after[row + e] == DROPPED;
-    gone = __reduce_add_sync(ALL_LANES, gone);
-    const int after = n - gone + added;
-    if (after > s.entries) {
-        if (lane == 0) atomicOr(s.status, TABLE_FULL);
+    const int roles = 2 * p.call.segments, n = s.num_pages[bh];
+    const int* const role = p.call.role + p.group(bh * p.call.segments) * 2;
+    int* const role_after = p.call.role_after + p.group(bh * p.call.segments) * 2;
+    u32 seen = 0, all;  // pages that stay, and dropped ones in the upper half
+#pragma unroll 1
+    for (int first = 0; first < n; first += TABLE_THREADS) {
+        const int e = first + threadIdx.x;
+        const u32 address = e < n ? s.index[row + e] : NO_PAGE;
+        const bool there = address != NO_PAGE;
+        const int r = there ? s.rung[row + e] : 0, count = there ? after[e] : 0;
+        const bool drops = count == DROPPED, stays = there && !drops;
+        const u32 before = seen + block_scan<TABLE_THREADS, u32>((u32)stays | (u32)drops << 16, all);
+        seen += all;
+        if (drops) freed[places.freed[r] + (before >> 16)] = p.number_of(r, address);
+        if (!stays) continue;
+        const int to = places.shift[r] + (int)(before & 0xffffu);
+        table[to] = {address, s.base[row + e], (u8)r, (u8)count};
+        if (r != s.num_rungs - 1) continue;
+        for (int i = 0; i < roles; ++i)
+            if (role[i] == e) role_after[i] = to;
+    }
+}
+
+// Lists the new pages of a bh, and the entries without a page; all threads.
+__device__ void list_new(const Plan& p, int bh, const Places& places, Entry* table) {
+    const LayerState& s = p.s;
+    const int top = s.num_rungs - 1;
+    for (int r = 0; r <= top; ++r) {
+        int at = places.begin[r] + places.staying[r];
+        for (int segment = 0; segment < p.call.segments; ++segment) {
+            const int g = bh * p.call.segments + segment, new_pages = p.call.new_pages[p.at_rung(g, r)];
+            const bool started = r == top && p.left_over(g, s.num_rungs) % PAGE;
+            const int pages = new_pages - (r == top && p.extra_is_new(g));
+            for (int j = threadIdx.x; j < new_pages; j += TABLE_THREADS) {
+                table[at + j] = {page_address(s, r, p.call.first[p.at_rung(g, r)] + j), (u16)segment, (u8)r,
+                                 (u8)new_page(p, g, r, j, pages).tokens};
+                if (j >= pages) p.call.role_after[p.group(g) * 2 + 1] = at + j;
+                if (j == pages - 1 && started) p.call.role_after[p.group(g) * 2] = at + j;
+            }
+            at += new_pages;
+        }
+        for (int e = at + threadIdx.x; e < places.begin[r + 1]; e += TABLE_THREADS)
+            table[e] = {NO_PAGE, 0, (u8)r, 0};
+    }
+}
+
+// The table of a bh as it is listed; all threads.
+__device__ void store_table(const Plan& p, int bh, int entries, const Entry* table) {
+    const LayerState& s = p.s;
+    const u64 row = (u64)bh * s.entries;
+#pragma unroll 2
+    for (int e = threadIdx.x; e < entries; e += TABLE_THREADS) {
+        const Entry entry = table[e];
+        s.count[row + e] = entry.count;
+        if (e < s.num_pages[bh] && s.index[row + e] == entry.index && s.rung[row + e] == entry.rung) continue;
+        s.rung[row + e] = entry.rung, s.base[row + e] = entry.base, s.index[row + e] = entry.index;
+        if (entry.index == NO_PAGE) continue;
+        const u64 number = p.number_of(entry.rung, entry.index);
+        s.entry_of[(u64)entry.rung * s.max_pages + number] = (u32)(row + e);
+    }
+}
+
+// Which pages take the next tokens of a bh.
+__device__ void set_open(const Plan& p, int bh) {
+    const int current = p.seqlen >> 16, g = bh * p.call.segments + current;
+    const int* role = p.call.role_after + p.group(g) * 2;
+    const int started = p.slots_left(g) ? role[0] : -1, ready = role[1];
+    const int beyond = current + 1 < p.call.segments ? role[3] : -1;
+    const int first = beyond >= 0 && ready >= 0 ? ready : started;
+    const int second = beyond >= 0 ? beyond : ready;
+    p.s.open[bh * OPEN_PAGES] = first >= 0 ? first : second;
+    p.s.open[bh * OPEN_PAGES + 1] = first >= 0 ? second : -1;
+}
+
+// Makes the table of a bh; all threads.
+__device__ void make_table(const Plan& p, int bh, const Places& places) {
+    const int entries = places.begin[p.s.num_rungs];
+    if (p.s.waits[bh / p.s.heads]) return;  // its pages stay as they are
+    if (entries > p.s.entries) {
+        if (threadIdx.x == 0) atomicOr(p.s.status, TABLE_FULL);
         return;
     }
-    int filled = 0;
-#pragma unroll 1
-    for (int first = 0; first < n; first += 32) {
-        const int e = first + lane;
-        const u8 count = e < n ? p.call.after[row + e] : 0;
-        const bool drop = count == DROPPED;
-        const int r = e < n ? s.rung[table + e] : 0;
-        const u32 same = __match_any_sync(ALL_LANES, drop ? r : 255);
-        if (drop)
-            freed[next_freed[r] + __popc(same & lanes_below(lane))] = p.number_of(r, s.index[table + e]);
-        __syncwarp();  // the rungs' counters have been read
-        if (drop && (same & lanes_below(lane)) == 0) next_freed[r] += __popc(same);
-        __syncwarp();  // and are raised
-        if (e < n && !drop) s.count[table + e] = count;
-        const u32 holes = __ballot_sync(ALL_LANES, drop && e < after);
-        if (drop && e < after) vacant[filled + __popc(holes & lanes_below(lane))] = e;
-        filled += __popc(holes);
-    }
-    for (int e = n + lane; e < after; e += 32) vacant[filled + e - n] = e;
-    __syncwarp();  // places and counts are known
-    int taken = 0;
-#pragma unroll 1
-    for (int first = after; first < n; first += 32) {
-        const int e = first + lane;
-        const bool move = e < n && p.call.after[row + e] != DROPPED;
-        const u32 moving = __ballot_sync(ALL_LANES, move);
-        if (move) {
-            const int to = vacant[taken + __popc(moving & lanes_below(lane))], r = s.rung[table + e];
-            const u32 address = s.index[table + e];
-            s.rung[table + to] = r;
-            s.count[table + to] = s.count[table + e];
-            s.base[table + to] = s.base[table + e];
-            s.index[table + to] = address;
-            s.entry_of[(u64)r * s.max_pages + p.number_of(r, address)] = table + to;
-            int* role = p.call.role + p.group(bh * p.call.segments) * 2;
-            if (r == top)
-                for (int i = 0; i < 2 * p.call.segments; ++i)
-                    if (role[i] == e) role[i] = to;
-        }
-        taken += __popc(moving);
-    }
-    __syncwarp();  // the last entries are at their new places
-#pragma unroll 1
-    for (int i = 0; i < p.call.segments * s.num_rungs; ++i) {
-        const int g = bh * p.call.segments + i / s.num_rungs, r = i % s.num_rungs;
-        const int new_pages = p.call.new_pages[p.at_rung(g, r)];
-        const bool started = r == top && p.left_over(g, s.num_rungs) % PAGE;
-        const int pages = new_pages - (r == top && p.extra_is_new(g));
-        for (int j = lane; j < new_pages; j += 32) {
-            const int to = vacant[taken + j];
-            const u32 number = p.call.first[p.at_rung(g, r)] + j;
-            s.rung[table + to] = r;
-            s.base[table + to] = g % p.call.segments;
-            s.index[table + to] = page_address(s, r, number);
-            s.count[table + to] = new_page(p, g, r, j, pages).tokens;
-            s.entry_of[(u64)r * s.max_pages + number] = table + to;
-            if (j >= pages) p.call.role[p.group(g) * 2 + 1] = to;
-            if (j == pages - 1 && started) p.call.role[p.group(g) * 2] = to;
-        }
-        taken += new_pages;
-    }
-    __syncwarp();  // the groups' roles are known
-    if (lane == 0) {
-        const int current = p.seqlen >> 16, g = bh * p.call.segments + current;
-        const int* role = p.call.role + p.group(g) * 2;
-        const int started = p.slots_left(g) ? role[0] : -1, ready = role[1];
-        const int beyond = current + 1 < p.call.segments ? role[3] : -1;
-        const int first = beyond >= 0 && ready >= 0 ? ready : started;
-        const int second = beyond >= 0 ? beyond : ready;
-        s.open[bh * OPEN_PAGES] = first >= 0 ? first : second;
-        s.open[bh * OPEN_PAGES + 1] = first >= 0 ? second : -1;
-        s.num_pages[bh] = after;
-    }
+    Entry* const table = p.call.table + p.bh(bh) * p.s.entries;
+    for (int i = threadIdx.x; i < 2 * p.call.segments; i += TABLE_THREADS)
+        p.call.role_after[p.group(bh * p.call.segments) * 2 + i] = -1;
+    __syncthreads();  // no role is set before it is cleared
+    list_pages(p, bh, places, table);
+    __syncthreads();  // a new page with what is left over comes before one that stays
+    list_new(p, bh, places, table);
+    __syncthreads();  // the list is whole, and roles are known
+    store_table(p, bh, entries, table);
+    __syncthreads();  // the old number of entries has been read
+    if (threadIdx.x == 0) set_open(p, bh), p.s.num_pages[bh] = entries;
 }
 
 // Brings the last pages of rung r to the places of its dropped ones, listed in `freed`, and gives back the
@@ -160,43 +212,24 @@ __device__ int close_pool(const Plan& p, int r, int first_dead, int dropped, int
 
 extern "C" __global__ void __launch_bounds__(TABLE_THREADS)
     make_tables(const __grid_constant__ PlanCall call) {
-    __shared__ int next_freed[TABLE_THREADS / 32][CACHE_RUNGS], dropped[CACHE_RUNGS];
+    __shared__ Places places;
+    __shared__ int dropped[CACHE_RUNGS], is_last;
     begin_early();
     const Plan p(call, blockIdx.y);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rungs = p.s.num_rungs, top = rungs - 1;
-    int total = 0;
-    for (int r = 0; r < rungs; ++r) {
-        int of_rung = 0, all;
-        for (int first = 0; first < p.num_bh; first += TABLE_THREADS) {
-            const int bh = first + threadIdx.x;
-            int own = 0;
-            for (int g = bh * call.segments; bh < p.num_bh && g < (bh + 1) * call.segments; ++g) {
-                const int kept = p.needed(g, r) + (r == top && p.has_extra(g));
-                own += max(0, p.pages(g, r) - kept);
-            }
-            const int before = block_scan<TABLE_THREADS, int>(own, all);
-            if (bh < p.num_bh) call.freed_first[p.bh(bh) * rungs + r] = total + of_rung + before;
-            of_rung += all;
-        }
-        if (threadIdx.x == 0) dropped[r] = of_rung;
-        total += of_rung;
-    }
     PlanHead* const head = call.head + p.layer;
-    if (total > call.most_dropped) {
+    if (find_places(p, blockIdx.x, places, dropped) > call.most_dropped) {
         if (threadIdx.x == 0) atomicOr(p.s.status, TABLE_FULL);
         return;
     }
-    __syncthreads();  // every bh's place in the list of dropped pages is known
-#pragma unroll 1
-    for (int bh = warp; bh < p.num_bh; bh += TABLE_THREADS / 32) {
-        if (lane < rungs) next_freed[warp][lane] = call.freed_first[p.bh(bh) * rungs + lane];
-        __syncwarp();  // the counters of this bh are set
-        make_table(p, bh, next_freed[warp]);
-        __syncwarp();  // and may be set again
-    }
-    __syncthreads();  // all tables name the pages where they are now
+    make_table(p, blockIdx.x, places);
+    __threadfence();  // the table and the list of dropped pages are there for the last block
+    __syncthreads();
+    if (threadIdx.x == 0) is_last = atomicAdd(&head->tables, 1) == p.num_bh - 1;
+    __syncthreads();  // all threads know whether this is the last block
+    if (!is_last) return;
+    __threadfence();  // what other blocks wrote is seen from here on
     int copies = 0, first = 0;
-    for (int r = 0; r < rungs; ++r) {
+    for (int r = 0; r < p.s.num_rungs; ++r) {
         copies = close_pool(p, r, first, dropped[r], copies);
         first += dropped[r];
         __syncthreads();  // the count of free slabs is written

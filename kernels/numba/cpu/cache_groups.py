@@ -12,7 +12,9 @@ from numba import njit
 
 from .simd import helper
 
-PAGE, UNIT, SEGMENT, KEYS = 64, 64, 16, 256
+PAGE, QUAD, UNIT, SEGMENT, KEYS = 16, 4, 16, 16, 256
+NO_PAGE = 0xFFFFFFFF
+"""Address in a filler, an entry without a page. Tables are sorted by rung, whole quads of each."""
 RECENT, SINK, WINDOW = 253, 254, 255
 """Keys of tokens that outweigh all importance codes, which end at 252; those of the window never move."""
 NEW_TOKEN, DROPPED = 255, -1
@@ -162,7 +164,7 @@ def key_of(rules, code, position, window):
 
 @helper
 def chunk_tokens(groups, g, c):
-    """Tokens of the chunks of a class: 64 each, but for the last one of a compact class."""
+    """Tokens of the chunks of a class: a page each, but for the last one of a compact class."""
     return min(PAGE * groups.chunks[g, c], groups.movable[g, c])
 
 

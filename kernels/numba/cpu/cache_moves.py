@@ -10,8 +10,10 @@ import numpy as np
 from .cache_groups import (
     DROPPED,
     NEW_TOKEN,
+    NO_PAGE,
     PAGE,
     PER_SLAB,
+    QUAD,
     SEGMENT,
     TABLE_FULL,
     TAIL,
@@ -42,19 +44,42 @@ def list_moves(tables, rules, new, groups):
     (num_groups, rungs), num_levels = groups.first.shape, groups.chosen.shape[2]
     first, targets = np.zeros((num_groups, rungs), np.int64), np.zeros((rungs + 1, 3, num_levels), np.int64)
     moves = np.empty((_first_moves(rules, groups, first), 4), np.uint32)
-    stays, after = np.zeros(tables.counts.shape, np.uint64), tables.counts.astype(np.int16)
+    stays, after = np.zeros(tables.counts.shape, np.uint16), tables.counts.astype(np.int16)
+    begins = np.empty((len(after), rungs + 1), np.int64)
+    for bh in range(len(after)):
+        _find_rungs(tables, rules, bh, begins[bh])
     for g in range(num_groups):
-        _leave(tables, rules, groups, g, first, moves, targets, stays)
+        _leave(tables, rules, groups, g, begins[g // rules.segments], first, moves, targets, stays)
         if groups.tokens[g, rungs]:
             _enter(tables, rules, new, groups, g, first, moves, targets[rungs])
     holes = np.empty((PAGE * max(tables.counts.shape[1], 1), 2), np.uint32)
-    closing, closed = np.empty((0, 4), np.uint32), np.int64(0)
-    for _ in range(2):  # moves are counted, then listed
-        closing, closed = np.empty((closed, 4), np.uint32), np.int64(0)
-        for g in range(num_groups):
-            for r in range(rungs):
-                closed = _close_up(tables, rules, groups, g, r, stays, after, holes, closing, closed)
-    return moves, closing, after
+    closing, closed = np.empty((_most_holes(rules, groups), 4), np.uint32), np.int64(0)
+    for g in range(num_groups):
+        for r in range(rungs):
+            run = begins[g // rules.segments, r : r + 2]
+            closed = _close_up(tables, rules, groups, g, r, run, stays, after, holes, closing, closed)
+    return moves, closing[:closed], after
+
+
+@helper
+def _most_holes(rules, groups):
+    """Count the slots that tokens leave, and all of pages that are partly filled."""
+    (num_groups, rungs), total = groups.first.shape, np.int64(0)
+    for g in range(num_groups):
+        for r in range(rungs):
+            total += tokens_leaving(groups, rules, g, r) + groups.slots[g, r] - groups.tokens[g, r]
+            total += PAGE * groups.kinds[g, r, 1]
+    return total
+
+
+@helper
+def _find_rungs(tables, rules, bh, begins):
+    """Find where the entries of each rung begin, and the end of the last."""
+    e, n = np.int64(0), planned_pages(tables, rules, bh)
+    for r in range(begins.size):
+        while e < n and tables.rung[bh, e] < r:
+            e += 1
+        begins[r] = e
 
 
 @helper
@@ -108,34 +133,42 @@ def _move(tables, rules, moves, targets, rank, source, slot, rung, token):
 
 
 @helper
-def _leave(tables, rules, groups, g, first, moves, targets, stays):
+def _is_still(rules, groups, g, r):
+    """Whether no token of a class moves: none leaves, and its pages are full but one."""
+    if r == groups.kinds.shape[1] - 1 or groups.kinds[g, r, 1] > 1 or groups.kinds[g, r, 2]:
+        return False
+    return tokens_leaving(groups, rules, g, r) == 0 and groups.slots[g, r] == groups.tokens[g, r]
+
+
+@helper
+def _leave(tables, rules, groups, g, begins, first, moves, targets, stays):
     """List the tokens of a group that leave their rungs; which stay of every page, a bit a slot."""
     bh, segment, top = g // rules.segments, g % rules.segments, len(tables.rungs) - 1
     for r in range(len(tables.rungs)):
         _find_targets(rules, groups, g, r, first, targets[r])
     shorts = tables.arena.view(np.uint16)
-    for e in range(planned_pages(tables, rules, bh)):
-        r, n = np.int64(tables.rung[bh, e]), np.int64(tables.counts[bh, e])
-        if tables.base[bh, e] != segment:
+    for r in range(len(tables.rungs)):
+        if _is_still(rules, groups, g, r):
             continue
         leaving, window = tokens_leaving(groups, rules, g, r), rules.window if r == top else 0
-        if leaving == 0 and groups.slots[g, r] == groups.tokens[g, r]:
-            stays[bh, e] = ~np.uint64(0) >> np.uint64(PAGE - n) if n else np.uint64(0)
-            continue
-        address, ranks = np.int64(tables.addresses[bh, e]), groups.starts[g, r]
-        tail, mask = address * UNIT + tables.rungs[r, TAIL], np.uint64(0)
-        for slot in range(n):
-            position = (segment << SEGMENT) + np.int64(shorts[tail // 2 + slot])
-            key = key_of(rules, tables.arena[tail + 2 * PAGE + slot], position, window)
-            if key < 0:
+        whole, ranks = leaving == 0 and groups.slots[g, r] == groups.tokens[g, r], groups.starts[g, r]
+        for e in range(begins[r], begins[r + 1]):
+            if tables.base[bh, e] != segment:
                 continue
-            rank = np.int64(ranks[key])
-            ranks[key] += 1
-            if rank >= leaving:
-                mask |= np.uint64(1) << np.uint64(slot)
-            else:
-                _move(tables, rules, moves, targets[r], rank, address, slot, r, bh)
-        stays[bh, e] = mask
+            address, n = np.int64(tables.addresses[bh, e]), np.int64(tables.counts[bh, e])
+            tail, mask = address * UNIT + tables.rungs[r, TAIL], (1 << n) - 1 if whole else 0
+            for slot in range(0 if whole else n):
+                position = (segment << SEGMENT) + np.int64(shorts[tail // 2 + slot])
+                key = key_of(rules, tables.arena[tail + 2 * PAGE + slot], position, window)
+                if key < 0:
+                    continue
+                rank = np.int64(ranks[key])
+                ranks[key] += 1
+                if rank >= leaving:
+                    mask |= 1 << slot
+                else:
+                    _move(tables, rules, moves, targets[r], rank, address, slot, r, bh)
+            stays[bh, e] = mask
 
 
 @helper
@@ -156,14 +189,14 @@ def _enter(tables, rules, new, groups, g, first, moves, targets):
 
 
 @helper
-def _close_up(tables, rules, groups, g, r, stays, after, holes, closing, closed):
+def _close_up(tables, rules, groups, g, r, run, stays, after, holes, closing, closed):
     """Let what stays in a class fill the pages that stay, full ones first; return the number of moves.
 
-    They are listed from closing[closed] on, unless that has no place for any.
+    `run`: where the entries of the rung begin and end. Moves are listed from closing[closed] on.
     """
     bh, segment, top = g // rules.segments, g % rules.segments, len(tables.rungs) - 1
     full, partial, empty = groups.kinds[g, r, 0], groups.kinds[g, r, 1], groups.kinds[g, r, 2]
-    if full + partial + empty == 0:
+    if full + partial + empty == 0 or _is_still(rules, groups, g, r):
         return closed
     needed = pages_needed(groups, rules, g, r)
     staying = groups.tokens[g, r] - tokens_leaving(groups, rules, g, r)
@@ -171,8 +204,8 @@ def _close_up(tables, rules, groups, g, r, stays, after, holes, closing, closed)
     for phase in range(2):
         next_full, next_partial, next_empty = np.int64(0), full, full + partial
         num_holes, hole = 0, 0
-        for e in range(planned_pages(tables, rules, bh)):
-            if tables.rung[bh, e] != r or tables.base[bh, e] != segment:
+        for e in range(run[0], run[1]):
+            if tables.base[bh, e] != segment or tables.addresses[bh, e] == NO_PAGE:
                 continue
             n, address = tables.counts[bh, e], tables.addresses[bh, e]
             if n == PAGE:
@@ -182,20 +215,20 @@ def _close_up(tables, rules, groups, g, r, stays, after, holes, closing, closed)
             else:
                 o, next_empty = next_empty, next_empty + 1
             target = PAGE if o < needed - 1 else staying - PAGE * (needed - 1) if o == needed - 1 else 0
-            mask = stays[bh, e]
+            mask = np.int64(stays[bh, e])
             if phase == 0:
-                for slot in range(target):
-                    if not mask >> np.uint64(slot) & np.uint64(1):
+                left = ~mask & (1 << target) - 1
+                for slot in range(target if left else 0):
+                    if left >> slot & 1:
                         holes[num_holes, 0], holes[num_holes, 1] = address, slot
                         num_holes += 1
                 _keep(groups, g, r == top, e, o, needed, kept, target, after[bh])
                 continue
-            for slot in range(target, PAGE):
-                if mask >> np.uint64(slot) & np.uint64(1):
-                    if len(closing):
-                        move = closing[closed]
-                        move[0], move[1], move[3] = address, holes[hole, 0], bh
-                        move[2] = slot | np.int64(holes[hole, 1]) << 8 | r << 16 | r << 24
+            for slot in range(target, PAGE if mask >> target else target):
+                if mask >> slot & 1:
+                    move = closing[closed]
+                    move[0], move[1], move[3] = address, holes[hole, 0], bh
+                    move[2] = slot | np.int64(holes[hole, 1]) << 8 | r << 16 | r << 24
                     hole, closed = hole + 1, closed + 1
     return closed
 
@@ -221,12 +254,12 @@ def set_tables(tables, rules, groups, after):
         for e in range(planned_pages(tables, rules, bh)):
             dropped += after[bh, e] == DROPPED
     freed, num_freed = np.empty((rungs, dropped), np.int64), np.zeros(rungs, np.int64)
-    vacant, is_freed = np.empty(2 * tables.counts.shape[1], np.int64), np.empty(dropped, np.bool_)
-    copies = np.empty((dropped, 3), np.uint32)
+    old, roles = np.empty((4, tables.counts.shape[1]), np.int64), groups.role.copy()
+    copies, is_freed = np.empty((dropped, 3), np.uint32), np.empty(dropped, np.bool_)
     for bh in range(len(after)):
         if tables.waits[bh // rules.heads]:
             continue  # its pages stay as they are
-        if not _set_table(tables, rules, groups, bh, after[bh], freed, num_freed, vacant):
+        if not _set_table(tables, rules, groups, bh, after[bh], freed, num_freed, old, roles):
             return copies[:0], new_pages, dropped, TABLE_FULL
     copied = np.int64(0)
     for r in range(rungs):
@@ -235,58 +268,64 @@ def set_tables(tables, rules, groups, after):
 
 
 @helper
-def _set_table(tables, rules, groups, bh, after, freed, num_freed, vacant):
-    """Let entries of dropped pages be taken by others; false if there are too few."""
+def _end_of_table(tables, rules, groups, bh, after):
+    """Entries of a table afterwards: of each rung the pages that stay and new ones, in whole quads."""
+    e, end, n = np.int64(0), np.int64(0), np.int64(tables.num_pages[bh])
+    for r in range(len(tables.rungs)):
+        while e < n and tables.rung[bh, e] == r:
+            end += after[e] != DROPPED and tables.addresses[bh, e] != NO_PAGE
+            e += 1
+        for g in range(bh * rules.segments, (bh + 1) * rules.segments):
+            end += groups.new_pages[g, r]
+        end += -end % QUAD
+    return end
+
+
+@helper
+def _set_table(tables, rules, groups, bh, after, freed, num_freed, old, roles):
+    """Sort a table by rung: pages that stay, new ones, fillers up to a quad; false if they are too many."""
     n, entries, slab_units = np.int64(tables.num_pages[bh]), tables.counts.shape[1], rules.slab_units
-    groups_of = range(bh * rules.segments, (bh + 1) * rules.segments)
-    gone, added = np.int64(0), np.int64(0)
-    for e in range(n):
-        gone += after[e] == DROPPED
-    for g in groups_of:
-        for r in range(len(tables.rungs)):
-            added += groups.new_pages[g, r]
-    end = n - gone + added
-    if end > entries:
+    if _end_of_table(tables, rules, groups, bh, after) > entries:
         return False
-    free = 0
     for e in range(n):
-        if after[e] != DROPPED:
-            tables.counts[bh, e] = after[e]
-            continue
-        tables.counts[bh, e], r = 0, np.int64(tables.rung[bh, e])
-        freed[r, num_freed[r]] = page_number(tables, slab_units, r, np.int64(tables.addresses[bh, e]))
-        num_freed[r] += 1
-        if e < end:
-            vacant[free] = e
-            free += 1
-    for e in range(n, end):
-        vacant[free] = e
-        free += 1
-    taken = np.int64(0)
-    for e in range(end, n):
-        if after[e] == DROPPED:
-            continue
-        to, r = vacant[taken], np.int64(tables.rung[bh, e])
-        taken += 1
-        tables.rung[bh, to], tables.counts[bh, to] = tables.rung[bh, e], tables.counts[bh, e]
-        tables.addresses[bh, to], tables.base[bh, to] = tables.addresses[bh, e], tables.base[bh, e]
-        number = page_number(tables, slab_units, r, np.int64(tables.addresses[bh, to]))
-        tables.entry_of[r, number] = bh * entries + to
-        for g in groups_of:
-            for role in range(2):
-                if groups.role[g, role] == e:
-                    groups.role[g, role] = to
-    for g in groups_of:
-        for r in range(len(tables.rungs)):
-            taken = _add_pages(tables, rules, groups, g, r, vacant, taken)
-    tables.num_pages[bh] = end
+        old[0, e], old[1, e] = tables.rung[bh, e], tables.base[bh, e]
+        old[2, e], old[3, e] = tables.addresses[bh, e], after[e]
+    e, to = np.int64(0), np.int64(0)
+    for r in range(len(tables.rungs)):
+        while e < n and old[0, e] == r:
+            segment, address, count = old[1:, e]
+            if count == DROPPED:
+                freed[r, num_freed[r]] = page_number(tables, slab_units, r, address)
+                num_freed[r] += 1
+            elif address != NO_PAGE:
+                g = bh * rules.segments + segment
+                for role in range(2):
+                    if roles[g, role] == e:
+                        groups.role[g, role] = to
+                _set_entry(tables, bh, to, r, segment, address, count)
+                if to != e:
+                    tables.entry_of[r, page_number(tables, slab_units, r, address)] = bh * entries + to
+                to += 1
+            e += 1
+        for g in range(bh * rules.segments, (bh + 1) * rules.segments):
+            to = _add_pages(tables, rules, groups, g, r, to)
+        while to % QUAD:
+            _set_entry(tables, bh, to, r, 0, NO_PAGE, 0)
+            to += 1
+    tables.num_pages[bh] = to
     _set_open(tables, rules, groups, bh)
     return True
 
 
 @helper
-def _add_pages(tables, rules, groups, g, r, vacant, taken):
-    """Enter the new pages of a (group, rung)."""
+def _set_entry(tables, bh, e, r, segment, address, count):
+    tables.rung[bh, e], tables.base[bh, e] = r, segment
+    tables.addresses[bh, e], tables.counts[bh, e] = address, count
+
+
+@helper
+def _add_pages(tables, rules, groups, g, r, e):
+    """Enter the new pages of a (group, rung) from entry e on; return the entry behind them."""
     bh, rungs, number = g // rules.segments, len(tables.rungs), groups.first[g, r]
     for c in range(rungs + 2):  # behind the classes, the page that is held ready
         tokens, pages = np.int64(0), np.int64(r == rungs - 1 and opens_empty(groups, rules, g))
@@ -294,17 +333,17 @@ def _add_pages(tables, rules, groups, g, r, vacant, taken):
             tokens = 0 if c == r else tokens_moved(groups, rules, g, c, r)
             pages = pages_of(tokens)
         for j in range(pages):
-            e = vacant[taken]
-            tables.rung[bh, e], tables.base[bh, e] = r, g % rules.segments
-            tables.addresses[bh, e] = page_address(tables, rules.slab_units, r, number)
+            count = min(PAGE, tokens - PAGE * j) if c <= rungs else 0
+            _set_entry(
+                tables, bh, e, r, g % rules.segments, page_address(tables, rules.slab_units, r, number), count
+            )
             tables.entry_of[r, number] = bh * tables.counts.shape[1] + e
-            tables.counts[bh, e] = min(PAGE, tokens - PAGE * j) if c <= rungs else 0
             if c > rungs:
                 groups.role[g, 1] = e
             elif r == rungs - 1 and j == pages - 1 and left_over(groups, g, rungs) % PAGE:
                 groups.role[g, 0] = e
-            taken, number = taken + 1, number + 1
-    return taken
+            e, number = e + 1, number + 1
+    return e
 
 
 @helper
@@ -326,7 +365,7 @@ def _set_open(tables, rules, groups, bh):
 
 @helper
 def _close_pool(tables, rules, r, freed, is_freed, copies, copied):
-    """Copy the last pages of a rung to the slots of dropped ones; give back slabs that became empty."""
+    """Copy the last pages of a rung to the places of dropped ones; give back slabs that became empty."""
     used, entries = np.int64(tables.used[r]), tables.counts.shape[1]
     after = used - len(freed)
     hole = 0

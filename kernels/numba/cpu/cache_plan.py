@@ -10,6 +10,7 @@ import numpy as np
 
 from .cache_groups import (
     KEYS,
+    NO_PAGE,
     OVER_BUDGET,
     PAGE,
     PER_SLAB,
@@ -117,6 +118,8 @@ def _count(tables, rules, new, groups):
     rungs, shorts = len(tables.rungs), tables.arena.view(np.uint16)
     for bh in range(len(tables.num_pages)):
         for e in range(planned_pages(tables, rules, bh)):
+            if tables.addresses[bh, e] == NO_PAGE:
+                continue
             g = bh * rules.segments + np.int64(tables.base[bh, e])
             r, n = np.int64(tables.rung[bh, e]), np.int64(tables.counts[bh, e])
             groups.kinds[g, r, 0 if n == PAGE else 1 if n else 2] += 1
@@ -142,7 +145,7 @@ def _weigh(groups, share):
 
     Each token has `share` more than its importance.
 
-    A class has a chunk more than 64 divide it if it has others; that weighs as if it had 64 tokens.
+    A class has a chunk more than a page divides it if it has others; that weighs as if it filled a page.
     """
     number, (num_groups, classes) = 0, groups.tokens.shape
     for g in range(num_groups):

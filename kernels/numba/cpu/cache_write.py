@@ -1,6 +1,6 @@
 """Tokens into the pages of a cache on the CPU: what plans move, and what decode steps append.
 
-A page lies in the arena of its layer and is known by its address, which counts 64 bytes. Tokens that change
+A page lies in the arena of its layer and is known by its address, which counts 16 bytes. Tokens that change
 their widths are decoded, rotated where they come from width 16, and encoded again; those that keep them are
 copied bit for bit. A page is written by one thread, in the order of the list, so the bytes do not depend on
 the number of threads. The moves of one list never write what others of it read.
@@ -16,7 +16,7 @@ from .cache_groups import NEW_TOKEN, PAGE, SEGMENT, TAIL, UNIT
 from .pages import FLOAT16, decode, narrow, put_codes, take_codes, widen
 from .simd import helper
 from .softmax import serial, take_number
-from .steps import DECODED, RAW, encode_vector, log_of_block, rotate_row, scale_row
+from .steps import DECODED, RAW, encode_vector, log_of_block, rotate_row, scale_row, turn_signs
 
 CODES, SCALES, BITS, KIND = range(4)
 """Columns of `Formats.sides`: byte offsets in a page, bits stored for an element, what width 16 is."""
@@ -28,7 +28,7 @@ class Formats(NamedTuple):
 
     sides: np.ndarray  # int64 (rungs, 2, 4)
     guess: np.ndarray  # float32 (rungs, 2)
-    places: np.ndarray  # int32 (rungs, 2, 64, head_dim)
+    places: np.ndarray  # int32 (rungs, 2, 16, head_dim)
 
 
 class Fresh(NamedTuple):
@@ -59,6 +59,8 @@ def _store_raw(words, arena, formats, r, side, address, slot, raw, frames, bh, x
         n = raw.size
         if side == KEYS:
             scale_row(raw, 0, n, frames, bh, formats.sides[r, side, KIND] == FLOAT16)
+        else:
+            turn_signs(raw, 0, n)
         rotate_row(raw, 0, n, log_of_block(n), frames, bh if side == KEYS else -1, x)
         _encode(words, arena, formats, r, side, address, slot, x, RAW, codes, sizes)
     else:
@@ -165,7 +167,7 @@ def append_tokens(tables, formats, frames, new, valid):
 def follow_mass(tables, mass, seqlen, take, span, forecast, code_of, score_of):
     """Bring the importance of stored tokens up to date with the attention mass they received.
 
-    mass float32 (bh, entries, 64). What is new weighs 1 / (1 + age / span), at least `take`, as in
+    mass float32 (bh, entries, 16). What is new weighs 1 / (1 + age / span), at least `take`, as in
     `kvlab.cache.importance`. code_of float64 (254,): where the scores of codes 2, 3, ... begin;
     score_of float32 (256,).
     """

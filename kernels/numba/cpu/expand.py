@@ -1,16 +1,17 @@
 """One side of a packed page as a dense float32 matrix in scratch memory, for products with many query rows.
 
 With a few query rows `fragments` multiplies codes as it expands them. With dozens the same expansion
-would be repeated for every four of them, so here it is done once, and the matrix, 18 KiB at 64 channels, is
-read from the first-level cache. Nothing else changes: vectors of eight codes hold 2 rows (g) x 4 pairs of
-columns (u) of a tile of 16 x 16, keys by channels for K and channels by tokens for V. Neighbouring lanes are
-stored together, so columns come in another order within eight, and so do the rows of K, to match the columns
-of V:
+would be repeated for every four of them, so here it is done once, and the matrices of a quad of pages, 18 KiB
+a side at 64 channels, are read from the first-level cache. Nothing else changes: vectors of eight codes hold
+2 rows (g) x 4 pairs of columns (u) of a tile of 16 x 16, keys by channels for K and channels by tokens for V.
+Neighbouring lanes are stored together, so columns come in another order within sixteen, and so do the rows of
+K, to match the columns of V:
 
-    column 8 c + 2 u + half of a tile, and row 8 c + 2 u + half of K: at 8 c + 4 half + u    (`place_of`)
+    column 8 c + 2 u + half of a tile, and row 8 c + 2 u + half of K: at 8 half + 4 c + u    (`place_of`)
     row of V: where it was
 
-Elements are multiplied by the step of their token, which is exact: an odd number below 256 times 4 bits.
+So slot s of a page is at 4 (s % 4) + s // 4. Elements are multiplied by the step of their token, which is
+exact: an odd number below 256 times 4 bits.
 """
 
 from functools import cache
@@ -21,10 +22,19 @@ from numba import cfunc, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .fragments import VECTOR_BYTES, WORDS_PER_GROUP, Tile, address_of, load_at, load_twice, store_at
+from .fragments import (
+    VECTOR_BYTES,
+    WORD_BYTES,
+    Tile,
+    address_of,
+    for_each_tile,
+    load_at,
+    load_twice,
+    store_at,
+)
+from .page import PAGE, SLOTS
 from .simd import helper
 
-PAGE = 64
 PADDING = 8
 """Floats behind a row of a matrix: rows a power of two apart would crowd into few sets of the first-level
 cache. In K the first of them is 1, for what is added to all scores of a query."""
@@ -32,14 +42,14 @@ cache. In K the first of them is 1, for what is added to all scores of a query."
 _I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _F32X8 = ir.VectorType(_F32, 8)
 
-SLOT_AT = np.array([16 * (p % 4) + 8 * (p // 4 % 2) + 2 * (p // 16) + p // 8 % 2 for p in range(PAGE)])
-"""The slot of the token that a matrix has at row (K) or column (V) p."""
+SLOT_AT = np.array([4 * (p % 4) + p // 4 for p in range(PAGE)])
+"""The slot of the token that the matrix of a page has at row (K) or column (V) p; and where slot p is."""
 
 
 @helper
 def place_of(column):
     """Return where a column of a tile, or a channel, stands in a matrix."""
-    return column // 8 * 8 + column % 2 * 4 + column % 8 // 2
+    return column // 16 * 16 + column % 2 * 8 + column % 16 // 8 * 4 + column % 8 // 2
 
 
 def _lanes(order):
@@ -55,20 +65,22 @@ def _four_and_four(builder, floats, first, second):
     return builder.shuffle_vector(vector, vector, _lanes([0] * 4 + [4] * 4))
 
 
-def _store_tile(builder, tile, corner, pitch, lane_vector, steps, row, column, is_k):
-    """Store eight lanes of a tile whose first element, (row, column), is at address `corner`."""
+def _store_tile(builder, tile, corner, pitch, lane_vector, steps, is_k):
+    """Store eight lanes of a tile, the first element of which is at address `corner`."""
     for register in range(4):
         row_half, column_half = register % 2, register // 2
-        step, apart = (1, 4) if is_k else (2, 1)  # rows 2 i and 2 i + 1 of a tile stand 4 apart in K
-        lower = builder.add(builder.mul(lane_vector, _I64(step)), _I64(8 * row_half))
+        if is_k:  # rows 2 i and 2 i + 1 of a tile stand 8 apart
+            lower, apart = builder.add(lane_vector, _I64(4 * row_half)), 8
+        else:
+            lower, apart = builder.add(builder.mul(lane_vector, _I64(2)), _I64(8 * row_half)), 1
         rows = [lower, builder.add(lower, _I64(apart))]
         for half in range(2):
-            vector, first = tile.field(register, half), 8 * column_half + 4 * half
+            vector, first = tile.field(register, half), 8 * half + 4 * column_half
             if tile.coded:
                 if is_k:
-                    factor = _four_and_four(builder, steps, *(builder.add(row, own) for own in rows))
+                    factor = _four_and_four(builder, steps, *rows)
                 else:
-                    factor = load_twice(builder, address_of(builder, steps, (column, 4), (_I64(first), 4)))
+                    factor = load_twice(builder, builder.add(steps, _I64(4 * first)))
                 if half:  # the numbers of the upper half of a word are 2^16 times too large
                     factor = builder.fmul(factor, ir.Constant(_F32X8, [2.0**-16] * 8))
                 vector = builder.fmul(vector, factor)
@@ -85,19 +97,17 @@ def _expand(typing_context, words, steps, matrix, tiles, kind, side):
 
     def generate(context, builder, signature, arguments):
         words, steps, matrix, tiles = arguments[:4]
-        columns = tiles if is_k else _I64(4)
-        pitch = builder.add(builder.mul(columns, _I64(16)), _I64(PADDING))
-        together = _I64(WORDS_PER_GROUP[kind_name][1])
-        groups = builder.udiv(builder.mul(tiles, _I64(4)), together)
-        with cgutils.for_range(builder, groups) as group, cgutils.for_range(builder, _I64(4)) as lane_vector:
-            lane_words = address_of(builder, words, (lane_vector.index, VECTOR_BYTES))
-            for place in range(together.constant):
-                number = builder.add(builder.mul(group.index, together), _I64(place))
-                row = builder.mul(builder.udiv(number, columns), _I64(16))
-                column = builder.mul(builder.urem(number, columns), _I64(16))
-                corner = address_of(builder, matrix, (builder.mul(row, pitch), 4), (column, 4))
-                tile = Tile(builder, kind_name, lane_words, group.index, place)
-                _store_tile(builder, tile, corner, pitch, lane_vector.index, steps, row, column, is_k)
+        columns = builder.mul(tiles, _I64(16)) if is_k else _I64(SLOTS)
+        pitch = builder.add(columns, _I64(PADDING))
+
+        def store_tile(number, word, place):
+            corner = address_of(builder, matrix, (number, 64) if is_k else (builder.mul(number, pitch), 64))
+            with cgutils.for_range(builder, _I64(4)) as lane_vector:
+                own = address_of(builder, words, (word, WORD_BYTES), (lane_vector.index, VECTOR_BYTES))
+                tile = Tile(builder, kind_name, own, place)
+                _store_tile(builder, tile, corner, pitch, lane_vector.index, steps, is_k)
+
+        for_each_tile(builder, kind_name, tiles, store_tile)
         return context.get_dummy_value()
 
     return types.void(words, steps, matrix, tiles, kind, side), generate
@@ -107,9 +117,10 @@ def _expand(typing_context, words, steps, matrix, tiles, kind, side):
 def expansion(kind, side):
     """Return the compiled C function (words, steps, matrix, tiles) for a kind of codes and side "k" or "v".
 
-    words: the codes of a side of a page; steps (64,): twice the steps of the tokens of SLOT_AT, not read
-    where elements are raw; matrix: (64, head_dim + PADDING) for K, (head_dim, 64 + PADDING) for V; tiles:
-    head_dim / 16. All but the last are addresses, of float32 behind the first.
+    words: the codes of a side of a page; steps (16,): twice the steps of the tokens of SLOT_AT, not read
+    where elements are raw; matrix: of the page, 16 rows of head_dim + PADDING for K, 16 columns of
+    (head_dim, 64 + PADDING) for V; tiles: head_dim / 16. All but the last are addresses, of float32 behind
+    the first.
     """
 
     @cfunc(types.void(types.int64, types.int64, types.int64, types.int64), cache=True)

@@ -1,4 +1,4 @@
-"""The two matrix products of attention over one packed page, as vector code: scores = K q and out += V^T p.
+"""The two matrix products of attention over four packed pages, as vector code: scores = K q, out += V^T p.
 
 A page keeps its codes in the order in which the lanes of a tensor core hold them
 (docs/performance/page_format.md): 32-bit words of 32 neighbouring lanes, each with two 16-bit halves full
@@ -6,7 +6,7 @@ of codes. On a CPU eight neighbouring lanes are one vector. Such a vector holds 
 tile columns (u), so every field of it meets the same eight numbers: q at 4 channels, or p at 4 tokens,
 written twice. These are laid out beforehand as *patterns*
 
-    pattern[channel tile of K, token block of V][column half][half of the word][query row][4 lanes]
+    pattern[channel tile of K, page of V][column half][half of the word][query row][4 lanes]
 
 and one vector of codes is expanded once (shift, mask, convert, centre) for all query rows:
 
@@ -14,12 +14,13 @@ and one vector of codes is expanded once (shift, mask, convert, centre) for all 
 
 The upper half of a word is left where it is: its numbers are 2^16 times too large, and its patterns 2^-16
 times as large. A group of four neighbouring lanes holds parts of one sum: for K they are added at the end
-of a token block, for V at the end of all pages (`packed`). Codes are centred before they are
-multiplied, so that float32 loses nothing.
+of a page, for V at the end of all pages (`packed`). Codes are centred before they are multiplied, so that
+float32 loses nothing.
 
 Functions are made for a kind of codes ("2", "3", "4", "8", "float16", "bfloat16", "float32") and a number
-of query rows, compiled at first use and called by address, so a call compiles what it needs. Addresses are
-not checked.
+of query rows, compiled at first use and called by address, so a call compiles what it needs. They take the
+addresses of the codes of four pages; 0 stands for a page without a token to attend. Addresses are not
+checked.
 """
 
 from functools import cache
@@ -32,7 +33,7 @@ from numba.extending import intrinsic
 from .simd import float32x8
 
 LANES = 8
-VECTOR_BYTES, PATTERN_BYTES = 4 * LANES, 16
+VECTOR_BYTES, PATTERN_BYTES, WORD_BYTES = 4 * LANES, 16, 128
 _I16, _I32, _I64, _F16, _F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.HalfType(), ir.FloatType()
 _I16X8, _I32X8 = ir.VectorType(_I16, LANES), ir.VectorType(_I32, LANES)
 _F16X8, _F32X8, _F32X4 = ir.VectorType(_F16, LANES), ir.VectorType(_F32, LANES), ir.VectorType(_F32, 4)
@@ -47,6 +48,9 @@ WORDS_PER_GROUP = {
     "float32": (8, 1),
 }
 """Words that a group of tiles shares, and tiles of that group."""
+
+QUAD = 4
+"""Pages that a product takes at once."""
 
 
 def _every_lane(value):
@@ -83,24 +87,28 @@ def multiply_add(builder, a, b, c):
 
 
 class Tile:
-    """Eight lanes of a 16 x 16 tile, the `place`-th of its group, as float vectors."""
+    """Eight lanes of a 16 x 16 tile as float vectors.
 
-    def __init__(self, builder, kind, words, group, place):
+    It is the `place`-th of a group of tiles, whose words begin at `words`. At 3 bits a tile of no whole group
+    has a word of its own, laid out as at 4 bits: place is None.
+    """
+
+    def __init__(self, builder, kind, words, place):
         self.builder, self.kind = builder, kind
         self.coded = kind in ("2", "3", "4", "8")
-        count, _ = WORDS_PER_GROUP[kind]
-        base = address_of(builder, words, (group, count * 32 * 4))
-        load = lambda word: load_at(builder, builder.add(base, _I64(word * 32 * 4)), _I32X8)  # noqa: E731
+        load = lambda word: load_at(builder, builder.add(words, _I64(word * WORD_BYTES)), _I32X8)  # noqa: E731
         if kind == "float32":
             self.pairs = [(load(2 * r), load(2 * r + 1)) for r in range(4)]
         elif kind in ("float16", "bfloat16"):
             self.pairs = [load(r) for r in range(4)]
         elif kind == "8":
             self.pairs = [self._shifted(load(r // 2), 8 * (r % 2)) for r in range(4)]
+        elif kind == "4" or place is None:
+            self.pairs = [self._shifted(load(0), 4 * r) for r in range(4)]
         elif kind == "3":
             self.pairs = [self._three_bits(load, 4 * place + r) for r in range(4)]
         else:
-            self.pairs = [self._shifted(load(0), int(kind) * (4 * place + r)) for r in range(4)]
+            self.pairs = [self._shifted(load(0), 8 * (r // 2) + 4 * place + 2 * (r % 2)) for r in range(4)]
 
     def _shifted(self, word, bits):
         return self.builder.lshr(word, _every_lane(bits)) if bits else word
@@ -128,6 +136,22 @@ class Tile:
         top = 2 ** int(self.kind) - 1
         code = builder.sitofp(builder.and_(pair, _every_lane(top << 16 * half)), _F32X8)
         return builder.fsub(code, ir.Constant(_F32X8, [top / 2 * 2.0 ** (16 * half)] * LANES))
+
+
+def for_each_tile(builder, kind, tiles, emit):
+    """Loop over the tiles of a side: emit(number, word, place), the index of its first word and as `Tile`."""
+    words, together = WORDS_PER_GROUP[kind]
+    groups = builder.udiv(tiles, _I64(together))
+    with cgutils.for_range(builder, groups) as group:
+        for place in range(together):
+            number = builder.add(builder.mul(group.index, _I64(together)), _I64(place))
+            emit(number, builder.mul(group.index, _I64(words)), place)
+    if together > 1:
+        in_groups = builder.mul(groups, _I64(together))
+        first_word = builder.mul(groups, _I64(words))
+        with cgutils.for_range(builder, builder.sub(tiles, in_groups)) as rest:
+            number, word = (builder.add(first, rest.index) for first in (in_groups, first_word))
+            emit(number, word, None if kind == "3" else 0)
 
 
 def _accumulate(builder, tile, patterns, rows, sums):
@@ -159,88 +183,89 @@ def _add_quads(builder, quads):
     return add_pairs(add_pairs(a, b), add_pairs(c, d))
 
 
-def _store_scores(builder, sums, rows, scores, lane_vector, block):
-    """Store the scores of 2 g x 2 row halves: slots 8 g + 2 block + row half of scores[row]."""
+def _store_scores(builder, sums, rows, scores):
+    """Store the scores of 2 tile rows x 2 row halves: four slots, one after the other, of each query row."""
     zero = ir.Constant(_F32X8, [0.0] * LANES)
     for row in range(0, rows, 2):
         quads = [
             builder.load(sums[half][r]) if r < rows else zero for r in (row, row + 1) for half in range(2)
         ]
         total = _add_quads(builder, quads)
-        for i in range(4):
-            if row + i % 2 < rows:
-                pair = builder.shuffle_vector(
-                    total, total, ir.Constant(ir.VectorType(_I32, 2), [2 * i, 2 * i + 1])
-                )
-                start = builder.add(scores, _I64(4 * (64 * (row + i % 2) + 8 * (i // 2))))
-                store_at(builder, pair, address_of(builder, start, (lane_vector, 64), (block, 8)))
+        for i in range(min(2, rows - row)):
+            order = ir.Constant(ir.VectorType(_I32, 4), [2 * i, 2 * i + 1, 2 * i + 4, 2 * i + 5])
+            four = builder.shuffle_vector(total, total, order)
+            store_at(builder, four, builder.add(scores, _I64(4 * 16 * QUAD * (row + i))))
 
 
 def _sums(builder, rows):
     return [[cgutils.alloca_once(builder, _F32X8) for _ in range(rows)] for _ in range(2)]
 
 
-@intrinsic(prefer_literal=True)
-def _key_product(typing_context, words, patterns, scores, tiles, kind, rows):
-    """scores[row][slot] = sum over channels of element * q, for all 64 slots; tiles = head_dim / 16."""
-    kind_name, row_count = kind.literal_value, rows.literal_value
-
-    def generate(context, builder, signature, arguments):
-        words, patterns, scores, tiles = arguments[:4]
-        group_tiles = WORDS_PER_GROUP[kind_name][1]
-        sums = _sums(builder, row_count)
-        with cgutils.for_range(builder, _I64(4)) as block, cgutils.for_range(builder, _I64(4)) as lane_vector:
-            lane_words = address_of(builder, words, (lane_vector.index, VECTOR_BYTES))
-            for target in (*sums[0], *sums[1]):
-                builder.store(ir.Constant(_F32X8, [0.0] * LANES), target)
-            with cgutils.for_range(builder, tiles) as channel:
-                tile = builder.add(builder.mul(block.index, tiles), channel.index)
-                group, place = builder.udiv(tile, _I64(group_tiles)), builder.urem(tile, _I64(group_tiles))
-                columns = address_of(builder, patterns, (channel.index, 4 * row_count * PATTERN_BYTES))
-                done = builder.append_basic_block("tile.done")
-                choose = builder.switch(place, done)
-                for i in range(group_tiles):
-                    case = builder.append_basic_block(f"tile.{i}")
-                    choose.add_case(_I64(i), case)
-                    builder.position_at_end(case)
-                    _accumulate(
-                        builder, Tile(builder, kind_name, lane_words, group, i), columns, row_count, sums
-                    )
-                    builder.branch(done)
-                builder.position_at_end(done)
-            _store_scores(builder, sums, row_count, scores, lane_vector.index, block.index)
-        return context.get_dummy_value()
-
-    return types.void(words, patterns, scores, tiles, kind, rows), generate
+def _page_at(builder, pages, page):
+    """Return the address of the codes of a page of the quad, and whether there is one."""
+    place = builder.inttoptr(address_of(builder, pages, (page, 8)), _I64.as_pointer())
+    address = builder.load(place)
+    return address, builder.icmp_unsigned("!=", address, _I64(0))
 
 
 @intrinsic(prefer_literal=True)
-def _value_product(typing_context, words, patterns, out, tiles, kind, rows):
-    """out[channel tile][lane vector][row half][query row][8 lanes] += elements * p, over all 64 slots."""
+def _key_product(typing_context, pages, patterns, scores, tiles, kind, rows):
+    """scores[row][16 page + slot] = sum over channels of element * q; tiles = head_dim / 16."""
     kind_name, row_count = kind.literal_value, rows.literal_value
 
     def generate(context, builder, signature, arguments):
-        words, patterns, out, tiles = arguments[:4]
-        group_tiles = WORDS_PER_GROUP[kind_name][1]
+        pages, patterns, scores, tiles = arguments[:4]
         sums = _sums(builder, row_count)
-        with cgutils.for_range(builder, tiles) as channel, cgutils.for_range(builder, _I64(4)) as lane_vector:
-            lane_words = address_of(builder, words, (lane_vector.index, VECTOR_BYTES))
-            first_group = builder.mul(channel.index, _I64(4 // group_tiles))
-            vectors = builder.add(builder.mul(channel.index, _I64(4)), lane_vector.index)
-            totals = address_of(builder, out, (vectors, 2 * row_count * VECTOR_BYTES))
-            places = [builder.add(totals, _I64(i * VECTOR_BYTES)) for i in range(2 * row_count)]
-            for place, target in zip(places, sums[0] + sums[1], strict=True):
-                builder.store(load_at(builder, place, _F32X8), target)
-            for block in range(4):
-                group = builder.add(first_group, _I64(block // group_tiles))
-                tile = Tile(builder, kind_name, lane_words, group, block % group_tiles)
-                columns = builder.add(patterns, _I64(block * 4 * row_count * PATTERN_BYTES))
-                _accumulate(builder, tile, columns, row_count, sums)
-            for place, target in zip(places, sums[0] + sums[1], strict=True):
-                store_at(builder, builder.load(target), place)
+        with cgutils.for_range(builder, _I64(QUAD)) as page:
+            codes, there = _page_at(builder, pages, page.index)
+            with builder.if_then(there), cgutils.for_range(builder, _I64(4)) as lane_vector:
+                for target in (*sums[0], *sums[1]):
+                    builder.store(ir.Constant(_F32X8, [0.0] * LANES), target)
+
+                def add_tile(number, word, place):
+                    words = address_of(builder, codes, (word, WORD_BYTES), (lane_vector.index, VECTOR_BYTES))
+                    columns = address_of(builder, patterns, (number, 4 * row_count * PATTERN_BYTES))
+                    _accumulate(builder, Tile(builder, kind_name, words, place), columns, row_count, sums)
+
+                for_each_tile(builder, kind_name, tiles, add_tile)
+                slots = address_of(builder, scores, (page.index, 64), (lane_vector.index, 16))
+                _store_scores(builder, sums, row_count, slots)
         return context.get_dummy_value()
 
-    return types.void(words, patterns, out, tiles, kind, rows), generate
+    return types.void(pages, patterns, scores, tiles, kind, rows), generate
+
+
+@intrinsic(prefer_literal=True)
+def _value_product(typing_context, pages, patterns, out, tiles, kind, rows):
+    """out[channel tile][lane vector][row half][query row][8 lanes] += elements * p, over all slots."""
+    kind_name, row_count = kind.literal_value, rows.literal_value
+
+    def generate(context, builder, signature, arguments):
+        pages, patterns, out, tiles = arguments[:4]
+        sums = _sums(builder, row_count)
+
+        def add_tile(number, word, place):
+            with cgutils.for_range(builder, _I64(4)) as lane_vector:
+                vectors = builder.add(builder.mul(number, _I64(4)), lane_vector.index)
+                totals = address_of(builder, out, (vectors, 2 * row_count * VECTOR_BYTES))
+                places = [builder.add(totals, _I64(i * VECTOR_BYTES)) for i in range(2 * row_count)]
+                for at, target in zip(places, sums[0] + sums[1], strict=True):
+                    builder.store(load_at(builder, at, _F32X8), target)
+                with cgutils.for_range(builder, _I64(QUAD)) as page:
+                    codes, there = _page_at(builder, pages, page.index)
+                    with builder.if_then(there):
+                        words = address_of(
+                            builder, codes, (word, WORD_BYTES), (lane_vector.index, VECTOR_BYTES)
+                        )
+                        columns = address_of(builder, patterns, (page.index, 4 * row_count * PATTERN_BYTES))
+                        _accumulate(builder, Tile(builder, kind_name, words, place), columns, row_count, sums)
+                for at, target in zip(places, sums[0] + sums[1], strict=True):
+                    store_at(builder, builder.load(target), at)
+
+        for_each_tile(builder, kind_name, tiles, add_tile)
+        return context.get_dummy_value()
+
+    return types.void(pages, patterns, out, tiles, kind, rows), generate
 
 
 @intrinsic
@@ -265,29 +290,29 @@ _PRODUCT = types.void(types.int64, types.int64, types.int64, types.int64)
 
 @cache
 def key_product(kind, rows):
-    """Return the compiled C function (words, patterns, scores, tiles) of a kind and 1 to 4 query rows."""
+    """Return the compiled C function (pages, patterns, scores, tiles) of a kind and 1 to 4 query rows."""
 
     @cfunc(_PRODUCT, cache=True)
-    def packed_key_product(words, patterns, scores, tiles):
-        _key_product(words, patterns, scores, tiles, kind, rows)
+    def packed_key_product(pages, patterns, scores, tiles):
+        _key_product(pages, patterns, scores, tiles, kind, rows)
 
     return packed_key_product
 
 
 @cache
 def value_product(kind, rows):
-    """Return the compiled C function (words, patterns, out, tiles) of a kind and 1 to 4 query rows."""
+    """Return the compiled C function (pages, patterns, out, tiles) of a kind and 1 to 4 query rows."""
 
     @cfunc(_PRODUCT, cache=True)
-    def packed_value_product(words, patterns, out, tiles):
-        _value_product(words, patterns, out, tiles, kind, rows)
+    def packed_value_product(pages, patterns, out, tiles):
+        _value_product(pages, patterns, out, tiles, kind, rows)
 
     return packed_value_product
 
 
 @intrinsic
-def call_product(typing_context, function, words, patterns, result, tiles):
-    """Call a product of a page by the address of its compiled function."""
+def call_product(typing_context, function, pages, patterns, result, tiles):
+    """Call a product by the address of its compiled function."""
 
     def generate(context, builder, signature, arguments):
         pointer = ir.FunctionType(ir.VoidType(), [_I64] * 4).as_pointer()

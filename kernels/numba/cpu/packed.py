@@ -1,17 +1,19 @@
 """Attention of a few query rows over packed pages: the softmax around the products of `fragments`.
 
-Work is cut into items: one (batch row, KV head), one block of up to 4 query rows, one range of pages.
-Threads take items from a counter; the answer of an item does not depend on the thread, and the parts
-of a row are merged in order, so the result has the same bits for any number of threads. Within an item:
+Work is cut into items: one (batch row, KV head), one block of up to 4 query rows, one range of quads, four
+pages of one rung each. Threads take items from a counter; the answer of an item does not depend on the
+thread, and the parts of a row are merged in order, so the result has the same bits for any number of threads.
+Within an item:
 
-    per page    scores = K q, times the steps of the tokens         scores[row][64 slots]
+    per quad    scores = K q, times the steps of the tokens         scores[row][64 slots]
                 row_max and sum of exp2; sums are rescaled when row_max rises
                 totals += V^T (p * step)                            totals[head_dim / 16][4][2][row][8 lanes]
     at the end  out = the sums of four lanes of totals              out[row][head_dim]
 
 Scores are in units of log 2 inside. Values of coded (rotated) pages and raw ones have their own totals,
-because the coded part is rotated back at the end. Scratch memory of a thread: the totals, a page of scores
-and of weights, and for raw values a page without its unused slots. K and V are never written out unpacked.
+because the coded part is rotated back at the end. Scratch memory of a thread: the totals, a quad of scores
+and of weights, and for raw values its pages without their unused slots. K and V are never written out
+unpacked.
 
 Shapes: pairs = batch * num_heads_kv; query rows are (position, head of the group), heads fastest, in blocks
 of `rows`, the last block filled up. Tables and `places` are those of `page`; `packed_merge` makes
@@ -25,22 +27,22 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .fragments import add_lanes, call_product
+from .fragments import QUAD, add_lanes, call_product
 from .groups import hadamard_run
 from .page import (
-    K_CODES,
     K_FUNCTION,
     K_STEPS,
     PAGE,
     POOL,
     POSITIONS,
     RECORD,
-    V_CODES,
+    SLOTS,
     V_FUNCTION,
     V_STEPS,
     double_steps,
+    find_records,
+    leave_out_before,
     load_word,
-    newest_of,
     position_of,
     prefetch,
 )
@@ -63,10 +65,8 @@ _F32X8 = ir.VectorType(ir.FloatType(), 8)
 def _write_probabilities(typing_context, scores, new_max, steps, factor, patterns, row):
     """Write a row of the patterns of p for V, p = exp2(score - new_max) * step; return sums of exp2 by slot.
 
-    scores (64,), steps (64,); patterns (4 token blocks, 2, 2, rows, 4); `factor` is what the upper halves
-    need. Slot 8 i + j is token j // 2 of ... (see `fragments`): tile column i + 8 (j % 2) of token
-    block j // 2. So vector i, slots 8 i to 8 i + 7, has lane i // 2 of the patterns of half i % 2, and a
-    transpose is what remains to do.
+    scores (64,), steps (64,); patterns (4 pages, 2, 2, rows, 4); `factor` is what the upper halves need. Slot
+    4 u + 2 half + column half of a page is lane u of the pattern of these halves (see `fragments`).
     """
 
     def generate(context, builder, signature, arguments):
@@ -77,22 +77,23 @@ def _write_probabilities(typing_context, scores, new_max, steps, factor, pattern
         rows = builder.extract_value(shape, 3)
         new_max, factor = (_spread(builder, arguments[i]) for i in (1, 3))
         total, weights = floats(0.0), []
-        for i in range(8):
+        for i in range(0, SLOTS, 8):
             x, step = (
-                _load_floats(builder, pointer, ir.Constant(_I64, 8 * i)) for pointer in (score_at, step_at)
+                _load_floats(builder, pointer, ir.Constant(_I64, i)) for pointer in (score_at, step_at)
             )
             p = emit_exp2(builder, builder.fsub(x, new_max))
             total = builder.fadd(total, p)
-            weight = builder.fmul(p, step)
-            weights.append(builder.fmul(weight, factor) if i % 2 else weight)
-        for half in range(2):
-            for j, column in enumerate(_transpose(builder, weights[half::2])):
-                for quad in range(2):  # column j + 4 quad: token block, column half
-                    block, column_half = (j + 4 * quad) // 2, j % 2
-                    four = builder.shuffle_vector(column, column, _lanes(range(4 * quad, 4 * quad + 4)))
-                    place = builder.add(
-                        builder.mul(rows, _I64((block * 2 + column_half) * 2 + half)), arguments[5]
-                    )
+            weights.append(builder.fmul(p, step))
+        for page in range(QUAD):
+            eights = weights[2 * page : 2 * page + 2]
+            for half in range(2):
+                if half:
+                    eights = [builder.fmul(eight, factor) for eight in eights]
+                for column_half in range(2):
+                    order = _lanes(range(2 * half + column_half, PAGE, 4))
+                    four = builder.shuffle_vector(*eights, order)
+                    number = _I64((page * 2 + column_half) * 2 + half)
+                    place = builder.add(builder.mul(rows, number), arguments[5])
                     target = builder.gep(pattern_at, [builder.mul(place, _I64(4))])
                     builder.store(four, builder.bitcast(target, four.type.as_pointer())).align = 4
         return total
@@ -173,48 +174,51 @@ def _write_pattern(line, upper_half, patterns, row):
 
 
 @helper
-def _read_steps(address, count, steps):
-    """Twice the steps of the tokens of a page; 0 for unused slots."""
-    for slot in range(0, PAGE, 8):
-        store(steps, slot, double_steps(address + slot))
-    for slot in range(count, PAGE):
-        steps[slot] = 0
+def _read_steps(records, offset, steps):
+    """Twice the steps of the tokens of a quad."""
+    for page in range(QUAD):
+        if records[page]:
+            store(steps, PAGE * page, double_steps(records[page] + offset))
+            store(steps, PAGE * page + 8, double_steps(records[page] + offset + 8))
 
 
 @helper
-def _set_steps(count, steps):
-    for slot in range(PAGE):
-        steps[slot] = 1 if slot < count else 0
+def _clear_unused(used, steps):
+    for page in range(QUAD):
+        for slot in range(used[page], PAGE):
+            steps[PAGE * page + slot] = 0
 
 
 @helper
 def _scale_scores(scores, steps, bias):
-    """Raw products of a page of coded keys to scores; the same in units of log 2; -inf in unused slots."""
+    """Raw products of coded keys to scores; the same in units of log 2."""
     for row in range(scores.shape[0]):
         own, shift = scores[row], splat(bias[row])
-        for slot in range(0, PAGE, 8):
+        for slot in range(0, SLOTS, 8):
             store(own, slot, load(own, slot) * load(steps, slot) + shift)
 
 
 @helper
-def _mask_scores(scores, count, softcap):
+def _mask_scores(scores, used, softcap):
     """Apply the soft cap, if there is one, and hide unused slots."""
     for row in range(scores.shape[0]):
-        if softcap > 0:
-            for slot in range(count):
-                scores[row, slot] = softcap * LOG2_E * math.tanh(scores[row, slot] / softcap)
-        for slot in range(count, PAGE):
-            scores[row, slot] = _MINUS_INFINITY
+        for page in range(QUAD):
+            if softcap > 0:
+                for slot in range(PAGE * page, PAGE * page + used[page]):
+                    scores[row, slot] = softcap * LOG2_E * math.tanh(scores[row, slot] / softcap)
+            for slot in range(PAGE * page + used[page], PAGE * page + PAGE):
+                scores[row, slot] = _MINUS_INFINITY
 
 
 @helper
-def _mask_window(scores, positions, base, count, first_visible):
+def _mask_window(scores, records, offset, base, used, first_visible):
     """Hide from each row the tokens before the position first_visible[row]."""
-    for slot in range(count):
-        position = position_of(positions, base, slot)
-        for row in range(scores.shape[0]):
-            if position < first_visible[row]:
-                scores[row, slot] = _MINUS_INFINITY
+    for page in range(QUAD):
+        for slot in range(used[page]):
+            position = position_of(records[page] + offset, base[page], slot)
+            for row in range(scores.shape[0]):
+                if position < first_visible[row]:
+                    scores[row, PAGE * page + slot] = _MINUS_INFINITY
 
 
 @helper
@@ -224,7 +228,7 @@ def _update_max(scores, row_max, row_sum, rescale):
     for row in range(scores.shape[0]):
         own = scores[row]
         best = load(own, 0)
-        for slot in range(8, PAGE, 8):
+        for slot in range(8, SLOTS, 8):
             best = maximum(load(own, slot), best)
         new_max = highest(best)
         rescale[row] = 1
@@ -245,16 +249,16 @@ def _rescale_totals(totals, rows, rescale):
 
 
 @helper
-def _copy_without_unused(address, head_dim, itemsize, count, words):
+def _copy_without_unused(address, head_dim, itemsize, used, words):
     """Copy the values of a page that is not full, of width 16, with zeros in its unused slots."""
-    for i in range(PAGE * head_dim * itemsize // 4):
+    for i in range(words.size):
         words[i] = load_word(address + 4 * i)
-    for slot in range(count, PAGE):
-        block, column = slot % 8 // 2, slot // 8 + 8 * (slot % 2)
+    for slot in range(used, PAGE):
+        column = slot // 2 + 8 * (slot % 2)
         for channel in range(head_dim):
             register = channel % 16 // 8 + 2 * (column // 8)
             lane = channel % 8 * 4 + column % 8 // 2
-            tile = channel // 16 * 4 + block
+            tile = channel // 16
             if itemsize == 4:
                 words[(8 * tile + 2 * register + column % 2) * 32 + lane] = 0
             else:
@@ -274,10 +278,10 @@ def _add_lanes(totals, out):
 
 @helper
 def _attend_range(queries, table, places, first, last, itemsize, softcap, kept, kept_from, scratch, result):
-    """One item: attend the pages first to last - 1 of a table row with a block of queries."""
+    """One item: attend the quads first to last - 1 of a table row with a block of queries."""
     query_coded, query_raw, bias, first_visible = queries
-    rung, count, index, base = table
-    scores, steps, weights, coded, raw, words, rescale = scratch
+    rung, _, index, base = table
+    scores, steps, weights, coded, raw, words, rescale, records, values, used = scratch
     out_coded, out_raw, row_max, row_sum = result
     rows, head_dim = out_coded.shape
     oldest = first_visible[0]
@@ -286,57 +290,62 @@ def _attend_range(queries, table, places, first, last, itemsize, softcap, kept, 
         coded[i] = raw[i] = 0
     for row in range(rows):
         row_max[row], row_sum[row] = _MINUS_INFINITY, 0
-    for p in range(first, last):
-        place = places[rung[p]]
-        page = place[POOL] + np.int64(index[p]) * place[RECORD]
-        used = np.int64(count[p])
-        k_steps = page + place[K_STEPS] if place[K_STEPS] >= 0 else -1
-        v_steps = page + place[V_STEPS] if place[V_STEPS] >= 0 else -1
-
-        positions = page + place[POSITIONS]
-        if hides and newest_of(positions, base[p], used) < oldest:
+    for quad in range(first, last):
+        place = places[rung[QUAD * quad]]
+        tokens, own_base = find_records(table, place, quad, records, values, used), base[QUAD * quad :]
+        if hides:
+            tokens = leave_out_before(oldest, place, own_base, records, values, used)
+        if tokens == 0:
             for row in range(max(0, -kept_from), min(rows, kept.shape[1] - kept_from)):
-                for slot in range(PAGE):
-                    kept[p, kept_from + row, slot] = _MINUS_INFINITY
+                for slot in range(SLOTS):
+                    kept[quad, kept_from + row, slot] = _MINUS_INFINITY
             continue
 
-        if p + 1 < last:
-            following = places[rung[p + 1]]
-            start = following[POOL] + np.int64(index[p + 1]) * following[RECORD]
-            for line in range(start, start + following[RECORD], 64):
-                prefetch(line)
+        if quad + 1 < last:
+            following = places[rung[QUAD * quad + QUAD]]
+            for p in range(QUAD * quad + QUAD, QUAD * quad + 2 * QUAD):
+                start = following[POOL] + np.int64(index[p]) * following[RECORD]
+                for line in range(start // 64 * 64, start + following[POSITIONS], 64):
+                    prefetch(line)
 
-        query = query_coded if k_steps >= 0 else query_raw
-        keys = page + place[K_CODES]
-        call_product(place[K_FUNCTION], keys, query.ctypes.data, scores.ctypes.data, head_dim // 16)
-        if k_steps >= 0:
-            _read_steps(k_steps, PAGE, steps)
+        coded_keys, coded_values = place[K_STEPS] >= 0, place[V_STEPS] >= 0
+        query = query_coded if coded_keys else query_raw
+        call_product(
+            place[K_FUNCTION], records.ctypes.data, query.ctypes.data, scores.ctypes.data, head_dim // 16
+        )
+        if coded_keys:
+            _read_steps(records, place[K_STEPS], steps)
             _scale_scores(scores, steps, bias)
-        if softcap > 0 or used < PAGE:
+        if softcap > 0 or tokens < SLOTS:
             _mask_scores(scores, used, softcap)
         if hides:
-            _mask_window(scores, positions, base[p], used, first_visible)
+            _mask_window(scores, records, place[POSITIONS], own_base, used, first_visible)
         for row in range(max(0, -kept_from), min(rows, kept.shape[1] - kept_from)):
-            for slot in range(PAGE):
-                kept[p, kept_from + row, slot] = scores[row, slot] / LOG2_E
+            for slot in range(SLOTS):
+                kept[quad, kept_from + row, slot] = scores[row, slot] / LOG2_E
         if _update_max(scores, row_max, row_sum, rescale):
             _rescale_totals(coded, rows, rescale)
             _rescale_totals(raw, rows, rescale)
 
-        if v_steps >= 0:
-            _read_steps(v_steps, used, steps)
+        if coded_values:
+            _read_steps(records, place[V_STEPS], steps)
         else:
-            _set_steps(used, steps)
-        factor = UPPER_HALF if v_steps >= 0 else np.float32(1)
+            for slot in range(0, SLOTS, 8):
+                store(steps, slot, splat(np.float32(1)))
+        if tokens < SLOTS:
+            _clear_unused(used, steps)
+        factor = UPPER_HALF if coded_values else np.float32(1)
         for row in range(rows):
             new_max = np.float32(0) if row_max[row] == _MINUS_INFINITY else row_max[row]
             row_sum[row] += total(_write_probabilities(scores[row], new_max, steps, factor, weights, row))
-        values = page + place[V_CODES]
-        if v_steps < 0 and used < PAGE:
-            _copy_without_unused(values, head_dim, itemsize, used, words)
-            values = words.ctypes.data
-        totals = coded if v_steps >= 0 else raw
-        call_product(place[V_FUNCTION], values, weights.ctypes.data, totals.ctypes.data, head_dim // 16)
+        for page in range(QUAD):
+            if not coded_values and 0 < used[page] < PAGE:
+                _copy_without_unused(values[page], head_dim, itemsize, used[page], words[page])
+                values[page] = words[page].ctypes.data
+        totals = coded if coded_values else raw
+        call_product(
+            place[V_FUNCTION], values.ctypes.data, weights.ctypes.data, totals.ctypes.data, head_dim // 16
+        )
     _add_lanes(coded, out_coded)
     _add_lanes(raw, out_raw)
 
@@ -348,7 +357,7 @@ def attend_pages(counter, queries, table, places, itemsize, softcap, kept, kept_
     queries: coded, raw (pairs, blocks, head_dim / 16, 2, 2, rows, 4), patterns of `fragments` for coded
     and for raw keys; bias (pairs, blocks, rows), added to the scores of coded keys; first_visible, as bias:
     the first position that a row sees (base is read only if one is above 0). table: rung, count, index, base
-    (pairs, pages); num_pages (pairs,). kept (pairs, pages, kept rows, 64) receives the scores,
+    (pairs, entries); num_pages (pairs,). kept (pairs, quads, kept rows, 64) receives the scores,
     natural, of query rows from kept_from on. result: out (2, pairs, blocks, splits, rows, head_dim), what
     coded and raw values add up to, in units of 2^row_max; row_max, row_sum (pairs, blocks, splits, rows).
     """
@@ -357,18 +366,21 @@ def attend_pages(counter, queries, table, places, itemsize, softcap, kept, kept_
     out, row_max, row_sum = result
     _, pairs, blocks, splits, rows, head_dim = out.shape
     scratch = (
-        np.empty((rows, PAGE), np.float32),
-        np.empty(PAGE, np.float32),
-        np.empty((4, 2, 2, rows, 4), np.float32),
+        np.empty((rows, SLOTS), np.float32),
+        np.empty(SLOTS, np.float32),
+        np.empty((QUAD, 2, 2, rows, 4), np.float32),
         np.empty(4 * rows * head_dim, np.float32),
         np.empty(4 * rows * head_dim, np.float32),
-        np.empty(PAGE * head_dim * itemsize // 4, np.uint32),
+        np.empty((QUAD, PAGE * head_dim * itemsize // 4), np.uint32),
         np.empty(rows, np.float32),
+        np.empty(QUAD, np.int64),
+        np.empty(QUAD, np.int64),
+        np.empty(QUAD, np.int64),
     )
     item = take_number(counter)
     while item < pairs * blocks * splits:
         pair, block, part = item // (blocks * splits), item // splits % blocks, item % splits
-        live = np.int64(num_pages[pair])
+        live = np.int64(num_pages[pair]) // QUAD
         _attend_range(
             (coded[pair, block], raw[pair, block], bias[pair, block], first_visible[pair, block]),
             (rung[pair], count[pair], index[pair], base[pair]),

@@ -4,10 +4,12 @@ import math
 
 import numpy as np
 
+from .fragments import QUAD
 from .groups import hadamard_run
-from .page import PAGE
+from .page import PAGE, SLOTS
 from .simd import helper, load, splat, store
 from .softmax import LOG2_E, exp2, serial, take_number
+from .steps import SIGNS
 
 _MINUS_INFINITY = np.float32(-np.inf)
 
@@ -48,39 +50,41 @@ def merge_parts(parts, row_max, row_sum, block, factor, out, lse):
                 if side == 0:
                     hadamard_run(line, 0, head_dim, block)
                     for channel in range(head_dim):
-                        line[channel] *= factor
+                        line[channel] *= factor * SIGNS[channel]
             log = (new_max + np.float32(math.log2(whole))) / LOG2_E if whole != 0 else _MINUS_INFINITY
             lse[pair // kv_heads, head, i // group] = log
 
 
 @serial
 def sum_mass(counter, scores, lse, count, num_pages, group, mass):
-    """mass[pair, page, slot] = mean over the kept rows of exp(score - lse); 0 in unused slots.
+    """mass[pair, quad, slot] = mean over the kept rows of exp(score - lse); 0 in unused slots.
 
-    What one thread does: pages, by the counter. scores (pairs, pages, rows * group, 64); lse (batch, heads,
-    rows); mass (pairs, pages, 64).
+    What one thread does: quads, by the counter. scores (pairs, quads, rows * group, 64); lse (batch, heads,
+    rows); count (pairs, quads, 4); mass (pairs, quads, 64).
     """
-    pairs, pages = count.shape
+    pairs, quads, _ = count.shape
     kv_heads = lse.shape[1] // group
     item = take_number(counter)
-    while item < pairs * pages:
-        pair, page = item // pages, item % pages
-        used = np.int64(count[pair, page]) if page < num_pages[pair] else 0
-        head = pair % kv_heads * group
-        _sum_page(scores[pair, page], lse[pair // kv_heads], head, group, used, mass[pair, page])
+    while item < pairs * quads:
+        pair, quad = item // quads, item % quads
+        live, head = QUAD * quad < num_pages[pair], pair % kv_heads * group
+        _sum_quad(
+            scores[pair, quad], lse[pair // kv_heads], head, group, live, count[pair, quad], mass[pair, quad]
+        )
         item = take_number(counter)
 
 
 @helper
-def _sum_page(scores, lse, head, group, used, mass):
+def _sum_quad(scores, lse, head, group, live, count, mass):
     rows = scores.shape[0]
-    for slot in range(PAGE):
+    for slot in range(SLOTS):
         mass[slot] = 0
-    for row in range(rows if used else 0):
+    for row in range(rows if live else 0):
         whole = lse[head + row % group, row // group]
         if not np.isinf(whole):  # +inf: a row that is left out, whose scores may be NaN
-            for slot in range(0, PAGE, 8):
+            for slot in range(0, SLOTS, 8):
                 p = exp2((load(scores[row], slot) - splat(whole)) * splat(LOG2_E))
                 store(mass, slot, load(mass, slot) + p)
-    for slot in range(PAGE):
-        mass[slot] = mass[slot] / np.float32(rows) if slot < used else np.float32(0)
+    for slot in range(SLOTS):
+        used = slot % PAGE < count[slot // PAGE]
+        mass[slot] = mass[slot] / np.float32(rows) if used else np.float32(0)

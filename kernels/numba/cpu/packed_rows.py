@@ -1,14 +1,14 @@
 """Attention of dozens of query rows over packed pages: chunks of a prompt, where `packed` has a few rows.
 
-A page is expanded once into scratch memory (`expand`) and multiplied for all query rows, in panels of 24
-(`tiles`), at the speed of a matrix product:
+A quad of pages is expanded once into scratch memory (`expand`) and multiplied for all query rows, in panels
+of 24 (`tiles`), at the speed of a matrix product:
 
-    per page    keys, values = the page, dense, times its steps      [64][head_dim], [head_dim][64]
+    per quad    keys, values = its pages, dense, times its steps      [64][head_dim], [head_dim][64]
     per panel   scores = keys @ queries                              [64 tokens][24 rows], lanes are rows
                 weights, row_max, row_sum: the online softmax of `update_softmax`
                 totals = totals * rescale + values @ weights          [head_dim][24]
 
-Items of work are (batch row, KV head), a block of up to PANELS panels, a range of pages and whether its
+Items of work are (batch row, KV head), a block of up to PANELS panels, a range of quads and whether its
 values are coded or raw: coded values are summed in their rotated frame, so the sums of the two stay apart, as
 two parts, each with its own row_max. Threads take items from a counter, and the answer of an item does not
 depend on the thread; `packed_merge` merges the parts in order. Tables of pages are those of
@@ -22,21 +22,20 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .expand import PADDING, PAGE, SLOT_AT, place_of
-from .fragments import call_product
+from .expand import PADDING, SLOT_AT, place_of
+from .fragments import QUAD, call_product
 from .groups import hadamard_run
 from .page import (
-    K_CODES,
     K_FUNCTION,
     K_STEPS,
-    POOL,
+    PAGE,
     POSITIONS,
-    RECORD,
-    V_CODES,
+    SLOTS,
     V_FUNCTION,
     V_STEPS,
     double_steps,
-    newest_of,
+    find_records,
+    leave_out_before,
     position_of,
 )
 from .simd import F32X8, LANES, helper, load, load_unaligned, pointer_to, splat, store, store_unaligned
@@ -47,16 +46,20 @@ _ZERO = np.float32(0)
 
 
 @intrinsic
-def _transpose(typing_context, source, first, stride, target):
-    """target (8, 8) = the transpose of eight vectors, source[first + i * stride] on; flat arrays."""
+def _transpose(typing_context, source, first, near, far, target):
+    """target (8, 8) = the transpose of eight vectors, flat arrays.
+
+    Vector i is source[first + i % 4 * far + i // 4 * near] on.
+    """
 
     def generate(context, builder, signature, arguments):
-        source, first, stride, target = arguments
-        place, rows = first, []
-        for _ in range(LANES):
-            at = pointer_to(context, builder, signature.args[0], source, place, F32X8)
-            rows.append(load_unaligned(builder, at))
-            place = builder.add(place, stride)
+        source, first, near, far, target = arguments
+        rows = []
+        for start in (first, builder.add(first, near)):
+            for i in range(LANES // 2):
+                place = builder.add(start, builder.mul(far, ir.Constant(ir.IntType(64), i)))
+                at = pointer_to(context, builder, signature.args[0], source, place, F32X8)
+                rows.append(load_unaligned(builder, at))
         for h in (1, 2, 4):  # swap the blocks of h x h off the diagonal of blocks of 2 h x 2 h
             mixed = list(rows)
             for i in range(LANES):
@@ -69,11 +72,11 @@ def _transpose(typing_context, source, first, stride, target):
             rows = mixed
         for i, row in enumerate(rows):
             place = ir.Constant(ir.IntType(64), LANES * i)
-            at = pointer_to(context, builder, signature.args[3], target, place, F32X8)
+            at = pointer_to(context, builder, signature.args[4], target, place, F32X8)
             store_unaligned(builder, row, at)
         return context.get_dummy_value()
 
-    return types.void(source, types.intp, types.intp, target), generate
+    return types.void(source, types.intp, types.intp, types.intp, target), generate
 
 
 @serial
@@ -115,69 +118,86 @@ def lay_out_panels(q, scale, frame, block, factor, coded, raw):
 
 
 @helper
-def _read_steps(address, steps, bytewise):
-    """steps (64,) = twice the steps of the tokens of SLOT_AT."""
+def _read_steps(address, steps, by_slot):
+    """steps (16,) = twice the steps of the tokens of SLOT_AT."""
     for slot in range(0, PAGE, LANES):
-        store(bytewise, slot, double_steps(address + slot))
+        store(by_slot, slot, double_steps(address + slot))
     for p in range(PAGE):
-        steps[p] = bytewise[SLOT_AT[p]]
+        steps[p] = by_slot[SLOT_AT[p]]
 
 
 @helper
 def _hide(scores, used):
-    for p in range(PAGE):
-        if SLOT_AT[p] >= used:
+    for p in range(SLOTS):
+        if SLOT_AT[p % PAGE] >= used[p // PAGE]:
             for lane in range(0, PANEL, LANES):
                 store(scores, p * PANEL + lane, splat(MINUS_INFINITY))
 
 
 @helper
-def _mask_window(scores, positions, base, used, first_visible):
+def _mask_window(scores, records, offset, base, used, first_visible):
     """Hide from each row of a panel the tokens before the position first_visible[row]."""
-    for p in range(PAGE):
-        if SLOT_AT[p] < used:
-            position = position_of(positions, base, SLOT_AT[p])
+    for page in range(QUAD):
+        for slot in range(used[page]):
+            position = position_of(records[page] + offset, base[page], slot)
+            token = PAGE * page + SLOT_AT[slot]
             for lane in range(PANEL):
                 if position < first_visible[lane]:
-                    scores[p * PANEL + lane] = MINUS_INFINITY
+                    scores[token * PANEL + lane] = MINUS_INFINITY
 
 
 @helper
 def _clear(values, head_dim, used):
     """Zeros for the values of unused slots, which may be NaN."""
-    for p in range(PAGE):
-        if SLOT_AT[p] >= used:
+    for p in range(SLOTS):
+        if SLOT_AT[p % PAGE] >= used[p // PAGE]:
             for channel in range(head_dim):
-                values[channel * (PAGE + PADDING) + p] = 0
+                values[channel * (SLOTS + PADDING) + p] = 0
 
 
 @helper
 def _keep(scores, first, kept, square):
     """kept[first + lane] = the scores of the rows of a panel by slots, where there is such a row.
 
-    kept (rows, 64); eight slots from 16 u + 8 half on are 8 tokens apart in scores, from 4 half + u on.
+    kept (rows, 64); slot s of a page is token 4 (s % 4) + s // 4 in scores.
     """
     for lane in range(0, PANEL, LANES):
         if first + lane + LANES > 0 and first + lane < kept.shape[0]:
-            for slot in range(0, PAGE, LANES):
-                token = slot % 16 // 8 * 4 + slot // 16
-                _transpose(scores, token * PANEL + lane, 8 * PANEL, square)
+            for slot in range(0, SLOTS, LANES):
+                token = slot // PAGE * PAGE + slot % PAGE // 4
+                _transpose(scores, token * PANEL + lane, PANEL, 4 * PANEL, square)
                 for row in range(max(0, -first - lane), min(LANES, kept.shape[0] - first - lane)):
                     store(kept[first + lane + row], slot, load(square, LANES * row))
+
+
+@helper
+def _expand_quad(place, records, codes_v, keys, values, steps, by_slot, head_dim):
+    """Expand the pages of a quad that have a record; see `expand`."""
+    for page in range(QUAD):
+        record = records[page]
+        if record:
+            if place[K_STEPS] >= 0:
+                _read_steps(record + place[K_STEPS], steps, by_slot)
+            matrix = keys.ctypes.data + 4 * PAGE * page * (head_dim + PADDING)
+            call_product(place[K_FUNCTION], record, steps.ctypes.data, matrix, head_dim // 16)
+            if place[V_STEPS] >= 0:
+                _read_steps(record + place[V_STEPS], steps, by_slot)
+            matrix = values.ctypes.data + 4 * PAGE * page
+            call_product(place[V_FUNCTION], codes_v[page], steps.ctypes.data, matrix, head_dim // 16)
 
 
 @helper
 def _attend_range(
     queries, table, places, first, last, raw, softcap, kept, kept_from, scratch, totals, result
 ):
-    """One item: the pages first to last - 1 of a table row whose values are raw, or coded; PANELS at most.
+    """One item: the quads first to last - 1 of a table row whose values are raw, or coded; PANELS at most.
 
     queries: coded, raw (panels, (head_dim + 1) * PANEL), first_visible (panels, PANEL);
     totals (panels, head_dim * PANEL).
     """
     query_coded, query_raw, first_visible = queries
-    rung, count, index, base = table
-    keys, values, scores, steps, bytewise, rescale, square = scratch
+    rung, _, _, base = table
+    keys, values, scores, steps, by_slot, rescale, square, records, codes_v, used = scratch
     row_max, row_sum = result
     panels, head_dim = totals.shape[0], totals.shape[1] // PANEL
     oldest, hides = first_visible[0, 0], first_visible[panels - 1, PANEL - 1] > 0
@@ -186,45 +206,47 @@ def _attend_range(
             totals[panel, i] = 0
         for lane in range(PANEL):
             row_max[panel * PANEL + lane], row_sum[panel * PANEL + lane] = LOWEST, 0
-    for p in range(first, last):
-        place, used = places[rung[p]], np.int64(count[p])
+    for quad in range(first, last):
+        place = places[rung[QUAD * quad]]
         if (place[V_STEPS] < 0) != raw:
             continue
-        page = place[POOL] + np.int64(index[p]) * place[RECORD]
-        positions = page + place[POSITIONS]
-        if hides and newest_of(positions, base[p], used) < oldest:
+        tokens, own_base = find_records(table, place, quad, records, codes_v, used), base[QUAD * quad :]
+        if hides:
+            tokens = leave_out_before(oldest, place, own_base, records, codes_v, used)
+        if tokens == 0:
             for row in range(max(0, kept_from), min(panels * PANEL, kept.shape[1] + kept_from)):
-                for slot in range(PAGE):
-                    kept[p, row - kept_from, slot] = MINUS_INFINITY
+                for slot in range(SLOTS):
+                    kept[quad, row - kept_from, slot] = MINUS_INFINITY
             continue
-        is_coded = place[K_STEPS] >= 0
-        if is_coded:
-            _read_steps(page + place[K_STEPS], steps, bytewise)
-        call_product(
-            place[K_FUNCTION], page + place[K_CODES], steps.ctypes.data, keys.ctypes.data, head_dim // 16
-        )
-        if not raw:
-            _read_steps(page + place[V_STEPS], steps, bytewise)
-        call_product(
-            place[V_FUNCTION], page + place[V_CODES], steps.ctypes.data, values.ctypes.data, head_dim // 16
-        )
-        if used < PAGE:
+        _expand_quad(place, records, codes_v, keys, values, steps, by_slot, head_dim)
+        if tokens < SLOTS:
             _clear(values, head_dim, used)
         for panel in range(panels):
-            query = query_coded[panel] if is_coded else query_raw[panel]
+            query = query_coded[panel] if place[K_STEPS] >= 0 else query_raw[panel]
             rows = slice(panel * PANEL, (panel + 1) * PANEL)
             multiply(
-                keys, head_dim + PADDING, 1, query, head_dim + 1, CHUNK_OF_STORED, scores, PAGE, rescale, True
+                keys,
+                head_dim + PADDING,
+                1,
+                query,
+                head_dim + 1,
+                CHUNK_OF_STORED,
+                scores,
+                SLOTS,
+                rescale,
+                True,
             )
             if softcap > 0:
-                cap(scores, PAGE, np.float32(1) / softcap, softcap)
-            if used < PAGE:
+                cap(scores, SLOTS, np.float32(1) / softcap, softcap)
+            if tokens < SLOTS:
                 _hide(scores, used)
             if hides:
-                _mask_window(scores, positions, base[p], used, first_visible[panel])
-            _keep(scores, panel * PANEL - kept_from, kept[p], square)
-            update_softmax(scores, PAGE, LOG2_E, row_max[rows], row_sum[rows], rescale)
-            multiply(values, PAGE + PADDING, 1, scores, PAGE, PAGE, totals[panel], head_dim, rescale, False)
+                _mask_window(scores, records, place[POSITIONS], own_base, used, first_visible[panel])
+            _keep(scores, panel * PANEL - kept_from, kept[quad], square)
+            update_softmax(scores, SLOTS, LOG2_E, row_max[rows], row_sum[rows], rescale)
+            multiply(
+                values, SLOTS + PADDING, 1, scores, SLOTS, SLOTS, totals[panel], head_dim, rescale, False
+            )
 
 
 @serial
@@ -232,11 +254,11 @@ def attend_rows(counter, queries, table, places, softcap, kept, kept_from, resul
     """Attend all pages, in parts: what one thread does, taking items from the counter until none is left.
 
     queries: coded, raw of `lay_out_panels`; first_visible (pairs, panels, PANEL), the first position of a row
-    (base is read only if one is above 0). table: rung, count, index, base (pairs, pages); num_pages (pairs,).
-    kept (pairs, pages, kept rows, 64) receives the scores, natural, of query rows from kept_from on. result:
-    out (2, pairs, blocks, parts, rows, head_dim), what coded and raw values add up to, zeros before, in units
-    of 2^row_max; row_max, row_sum (pairs, blocks, parts, rows). Part 2 i is range i of the pages with coded
-    values, 2 i + 1 of those with raw ones; rows are those of PANELS panels.
+    (base is read only if one is above 0). table: rung, count, index, base (pairs, entries); num_pages
+    (pairs,). kept (pairs, quads, kept rows, 64) receives the scores, natural, of query rows from kept_from
+    on. result: out (2, pairs, blocks, parts, rows, head_dim), what coded and raw values add up to, zeros
+    before, in units of 2^row_max; row_max, row_sum (pairs, blocks, parts, rows). Part 2 i is range i of the
+    quads with coded values, 2 i + 1 of those with raw ones; rows are those of PANELS panels.
     """
     coded, raw, first_visible = queries
     rung, count, index, base, num_pages = table
@@ -244,19 +266,22 @@ def attend_rows(counter, queries, table, places, softcap, kept, kept_from, resul
     _, pairs, blocks, parts, _, head_dim = out.shape
     panels = coded.shape[1]
     scratch = (
-        np.ones(PAGE * (head_dim + PADDING), np.float32),  # the last channel of all keys is 1
-        np.empty(head_dim * (PAGE + PADDING), np.float32),
-        np.empty(PAGE * PANEL, np.float32),
+        np.ones(SLOTS * (head_dim + PADDING), np.float32),  # the last channel of all keys is 1
+        np.empty(head_dim * (SLOTS + PADDING), np.float32),
+        np.empty(SLOTS * PANEL, np.float32),
         np.empty(PAGE, np.float32),
         np.empty(PAGE, np.float32),
         np.empty(PANEL, np.float32),
         np.empty(LANES * LANES, np.float32),
+        np.empty(QUAD, np.int64),
+        np.empty(QUAD, np.int64),
+        np.empty(QUAD, np.int64),
     )
     totals = np.empty((PANELS, head_dim * PANEL), np.float32)
     item = take_number(counter)
     while item < pairs * blocks * parts:
         pair, block, part = item // (blocks * parts), item // parts % blocks, item % parts
-        live, splits = np.int64(num_pages[pair]), parts // 2
+        live, splits = np.int64(num_pages[pair]) // QUAD, parts // 2
         own = slice(block * PANELS, min((block + 1) * PANELS, panels))
         used = totals[: own.stop - own.start]
         _attend_range(

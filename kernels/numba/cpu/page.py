@@ -1,7 +1,8 @@
 """How the CPU kernels of packed attention read a page: offsets of its parts, scales, positions.
 
 `places` (rungs, PLACE_FIELDS) holds the offsets of the parts of a page, for each rung. A table has rung,
-count, index and base, (pairs, pages), and num_pages, (pairs,); pairs = batch * num_heads_kv.
+count, index and base, (pairs, entries), and num_pages, (pairs,); pairs = batch * num_heads_kv. Kernels take
+its entries in quads, four of one rung.
 """
 
 import numpy as np
@@ -10,15 +11,17 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from .fragments import QUAD
 from .simd import float32x8, helper
 from .softmax import floats, integers, serial
 
-PAGE = 64
-PLACE_FIELDS = 9
-POOL, RECORD, K_CODES, V_CODES, K_STEPS, V_STEPS, POSITIONS, K_FUNCTION, V_FUNCTION = range(PLACE_FIELDS)
-"""Columns of `places`: an address, bytes of a record, byte offsets in it (K_STEPS and V_STEPS are -1 at width
-16, which has no steps), and the addresses of two functions: of `fragments`, or for `packed_rows` of
-`expand`."""
+PAGE = 16
+SLOTS = QUAD * PAGE
+PLACE_FIELDS = 8
+POOL, RECORD, V_CODES, K_STEPS, V_STEPS, POSITIONS, K_FUNCTION, V_FUNCTION = range(PLACE_FIELDS)
+"""Columns of `places`: an address, bytes of a record, byte offsets in it (codes of K begin it; K_STEPS and
+V_STEPS are -1 at width 16, which has no steps), and the addresses of two functions: of `fragments`, or for
+`packed_rows` of `expand`."""
 
 _I8, _I32 = ir.IntType(8), ir.IntType(32)
 _I8X8, _I32X8, _F32X8 = ir.VectorType(_I8, 8), ir.VectorType(_I32, 8), ir.VectorType(ir.FloatType(), 8)
@@ -65,15 +68,19 @@ def prefetch(typing_context, address):
 
 @serial
 def check_table(rung, count, index, num_pages, capacity):
-    """Return whether every used entry of a page table names a page that exists."""
+    """Return whether quads are of one rung and every used entry with tokens names a page that exists."""
     for pair in range(rung.shape[0]):
-        if num_pages[pair] < 0 or num_pages[pair] > rung.shape[1]:
+        if num_pages[pair] < 0 or num_pages[pair] > rung.shape[1] or num_pages[pair] % QUAD:
             return False
-        for p in range(num_pages[pair]):
-            if rung[pair, p] >= capacity.size or count[pair, p] > PAGE:
+        for quad in range(0, num_pages[pair], QUAD):
+            own = rung[pair, quad]
+            if own >= capacity.size:
                 return False
-            if index[pair, p] >= capacity[rung[pair, p]]:
-                return False
+            for p in range(quad, quad + QUAD):
+                if rung[pair, p] != own or count[pair, p] > PAGE:
+                    return False
+                if count[pair, p] and index[pair, p] >= capacity[own]:
+                    return False
     return True
 
 
@@ -91,3 +98,32 @@ def newest_of(positions, base, count):
     for slot in range(count):
         newest = max(newest, position_of(positions, base, slot))
     return newest
+
+
+@helper
+def find_records(table, place, quad, records, values, used):
+    """Return how many tokens a quad holds; `used` says how many each page.
+
+    records, values: the addresses of its pages, where the codes of K begin, and of their codes of V; 0 for a
+    page without a token.
+    """
+    _, count, index, _ = table
+    tokens = 0
+    for page in range(QUAD):
+        p = QUAD * quad + page
+        used[page] = count[p]
+        records[page] = place[POOL] + np.int64(index[p]) * place[RECORD] if used[page] else 0
+        values[page] = records[page] + place[V_CODES] if used[page] else 0
+        tokens += used[page]
+    return tokens
+
+
+@helper
+def leave_out_before(oldest, place, base, records, values, used):
+    """Leave out the pages of a quad that have no token at `oldest` or later; how many tokens are left."""
+    tokens = 0
+    for page in range(QUAD):
+        if newest_of(records[page] + place[POSITIONS], base[page], used[page]) < oldest:
+            records[page] = values[page] = used[page] = 0
+        tokens += used[page]
+    return tokens

@@ -28,7 +28,7 @@ FLOAT16, BFLOAT16, FLOAT32 = range(3)
 class Side(NamedTuple):
     """The K or the V half of a page. All functions work on one half; a page's two halves share no word.
 
-    With it goes an array `places`, int32 (64, head_dim): for slot and channel, the place of the code's lowest
+    With it goes an array `places`, int32 (16, head_dim): for slot and channel, the place of the code's lowest
     bit in the code region. The other bits follow it; where ~place is given instead, which is negative, each
     of them is 32 words after the one before.
     """
@@ -116,10 +116,10 @@ def decode(codes, byte, bits, x, start):
 
 
 @njit
-def _first_bad(pages, page, slot):
+def _first_bad(pages, slots, page, slot):
     """The index of the first entry outside the pool, or -1."""
     for i in range(page.size):
-        if not (0 <= page[i] < pages and 0 <= slot[i] < 64):
+        if not (0 <= page[i] < pages and 0 <= slot[i] < slots):
             return i
     return -1
 
@@ -147,7 +147,7 @@ def write_side(pool, side, places, page, slot, x, step):
     pool uint8 (pages * nbytes,), page and slot int64 (n,), x float32 (n * head_dim,), step int16 (n,): as
     `encode_vector` takes them; all contiguous.
     """
-    bad = _first_bad(pool.size // side.nbytes, page, slot)
+    bad = _first_bad(pool.size // side.nbytes, places.shape[0], page, slot)
     if bad < 0:
         _write_part(pool, pool.view(np.uint32), side, places, page, slot, x, step, 0, 1)
     return bad
@@ -156,7 +156,7 @@ def write_side(pool, side, places, page, slot, x, step):
 @parallel_kernel()
 def write_side_parallel(pool, side, places, page, slot, x, step, parts):
     """Do what `write_side` does in `parts` threads: for many vectors, as threads take a while to wake."""
-    bad = _first_bad(pool.size // side.nbytes, page, slot)
+    bad = _first_bad(pool.size // side.nbytes, places.shape[0], page, slot)
     if bad < 0:
         words = pool.view(np.uint32)
         for part in prange(parts):
@@ -180,7 +180,7 @@ def _read_part(pool, words, side, places, page, slot, x, first, last):
 @njit(cache=True)
 def read_side(pool, side, places, page, slot, x):
     """Decode slot[i] of page[i] into vector i of x; arguments and result as of `write_side`."""
-    bad = _first_bad(pool.size // side.nbytes, page, slot)
+    bad = _first_bad(pool.size // side.nbytes, places.shape[0], page, slot)
     if bad < 0:
         _read_part(pool, pool.view(np.uint32), side, places, page, slot, x, 0, page.size)
     return bad
@@ -189,7 +189,7 @@ def read_side(pool, side, places, page, slot, x):
 @parallel_kernel()
 def read_side_parallel(pool, side, places, page, slot, x, parts):
     """Do what `read_side` does in `parts` threads."""
-    bad = _first_bad(pool.size // side.nbytes, page, slot)
+    bad = _first_bad(pool.size // side.nbytes, places.shape[0], page, slot)
     if bad < 0:
         words = pool.view(np.uint32)
         for part in prange(parts):

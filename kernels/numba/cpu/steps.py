@@ -31,10 +31,8 @@ from .simd import (
     total,
     zero_if_finite,
 )
-from .softmax import serial, take_number
+from .softmax import serial
 
-ROWS = 64
-"""Vectors that a thread rotates at a time."""
 _ZERO, _HALF, _ONE = np.float32(0), np.float32(0.5), np.float32(1)
 _ROOT_2 = np.float32(np.float16(np.sqrt(2)))
 _LEAST_EXPONENT, _TOO_LARGE = -39, np.float32(2**100)
@@ -45,6 +43,10 @@ RAW, DECODED = -1, -2
 """In place of a step byte that is to be found: of a raw vector, or one that comes from codes."""
 STEP_OF = (np.arange(256, dtype=np.uint16) << 7).view(np.float16).astype(np.float32)
 """The step that each byte stands for."""
+_BOTH = np.arange(256) & np.arange(256) >> 1 & 0x55
+_MORE = (np.arange(256) & 0x7C == 0x7C).astype(np.int64)
+SIGNS = (1 - 2 * ((_BOTH ^ _BOTH >> 2 ^ _BOTH >> 4 ^ _BOTH >> 6 ^ _MORE) & 1)).astype(np.float32)
+"""What the channels of values are multiplied by before they are rotated."""
 
 
 class Frames(NamedTuple):
@@ -115,6 +117,13 @@ def rotate_row(x, start, n, log, frames, k, out):
 
 
 @helper
+def turn_signs(x, start, n):
+    """Multiply the n elements of a value from x[start] by its signs."""
+    for i in range(n):
+        x[start + i] *= SIGNS[i]
+
+
+@helper
 def log_of_block(head_dim):
     """Return the binary logarithm of the largest power of 2 that divides head_dim, a multiple of 16."""
     log = 4
@@ -147,23 +156,6 @@ def prepare_frames(mean, shift, frames):
         frames.scaled[k] = orders != 0
         frames.most[k] = _largest(flat, k * n, n)
         _sum_whole(flat, k * n, n, log, _unit_exponent(frames.most[k], log), frames.sums)
-
-
-@serial
-def rotate_rows(counter, x, head_dim, frames, of_row, out):
-    """Rotate the vectors of x into out, both float32 (n * head_dim,): `kvlab.reference.pages.rotate`.
-
-    What one thread does, taking runs of ROWS vectors from the counter until none is left. Vector i comes into
-    frame of_row[i], and is scaled where it lies; if there are no frames, it is only rotated.
-    """
-    log, n, run = log_of_block(head_dim), x.size // head_dim, take_number(counter)
-    while run * ROWS < n:
-        for row in range(run * ROWS, min(n, (run + 1) * ROWS)):
-            k = of_row[row] if frames.most.size else -1
-            if k >= 0:
-                scale_row(x, row * head_dim, head_dim, frames, k, False)
-            rotate_row(x, row * head_dim, head_dim, log, frames, k, out)
-        run = take_number(counter)
 
 
 @helper

@@ -1,25 +1,30 @@
-"""Decode attention over packed pages, for reading: one warp takes one page at a time, on the ordinary cores.
+"""Decode attention over packed pages, for reading: one warp takes a quad at a time, on the ordinary cores.
 
 A *sequence* is what shares a list of pages: one (batch row, KV head) and up to 4 query rows (position, head
-of the group). The warps of all its blocks are its *parts*: part i of n takes the pages i, i + n, ... of the
-list, so that every part sees the same mixture of widths, however the table is sorted.
+of the group). A *quad* is four pages of the list, of one rung: up to 64 tokens. The warps of all its blocks
+are its *parts*: part i of n takes the quads i, i + n, ... of the list, so that every part sees the same
+mixture of widths, however the table is sorted.
 
-    grid (row blocks * shares of a sequence, KV heads, batch), block 2 warps. A page takes these steps:
+    grid (row blocks * shares of a sequence, KV heads, batch), block 2 warps. A quad takes these steps:
       scores    K q. Lane 4 g + u adds up its 4 columns of every block of channels for its tokens, slots
-                8 g to 8 g + 7, in two halves: sums[4 tokens][rows] in registers
-      softmax   through shared memory, lane l gets the whole scores of slots 2 l and 2 l + 1, multiplies
-                them by the steps of K, takes the softmax against the running maximum, multiplies by the
-                steps of V, and makes integers of a unit that 16 tokens have in common
-      values    V^T p. Lane 4 g + u adds up its 16 tokens for channels g and g + 8 of every block of
-                channels, as integers, then page after page: out[head_dim / 8][rows] in registers
+                2 g and 2 g + 1 of the pages, two pages at a time: sums[4 tokens][rows] in registers
+      softmax   through shared memory, lane 4 g + b gets the whole scores of slots 2 g and 2 g + 1 of page b,
+                multiplies them by the steps of K, takes the softmax against the running maximum, multiplies
+                by the steps of V, and makes integers of a unit that 16 tokens have in common
+      values    V^T p. Lane 4 g + u adds up its 16 tokens, four of each page, for channels g and g + 8 of
+                every block of channels, as integers, then quad after quad: out[head_dim / 8][rows] in
+                registers
     `cuda/packed_products.py` has scores and values of coded pages, `cuda/packed_raw.py` of raw ones,
     `cuda/packed_steps.py` what stands between; `cuda/packed_merge.py` then merges the parts.
 
+A page of a quad may hold no token, and then may not exist. In its place the first one that does is read, the
+tokens of which count as unused there.
+
 Coded keys and values are rotated, so q is rotated, once a block, and later the sum of coded values, once a
-row. Raw values are not: a part attends its pages in two rounds, those of coded values first, and writes a
-result for each. Lanes exchange within their warp only, so pages need no barrier of the block. With a window,
-a warp looks at the positions of a page first, and reads the rest only if a row sees one of its tokens;
-without one, it asks for its next page while it computes with this one.
+row. Raw values are not: a part attends its quads in two rounds, those of coded values first, and writes a
+result for each. Lanes exchange within their warp only, so quads need no barrier of the block. With a window,
+a warp looks at the positions of a quad first; a page of which no row sees a token counts as empty. Without
+one, it asks for its next quad while it computes with this one.
 
 Shared memory of a block: q, 2 rows head_dim bytes, and 4 for raw keys; of a warp: 32 (head_dim / 8 + 1) rows
 floats for exchange, 32 rows words for probabilities, and 64 for raw values; twice the integers for float32.
@@ -27,6 +32,7 @@ Registers at head_dim 128 and 4 rows: 64 out; 16 sums, 8 of q and 8 words, or 32
 """
 
 import functools
+import math
 
 import numpy as np
 from numba import cuda, types
@@ -35,15 +41,17 @@ from .integers import pieces_of
 from .packed_products import make_by_width, make_scores, make_values
 from .packed_raw import make_raw_scores, make_raw_values
 from .packed_steps import (
-    make_find_page,
+    first_page,
+    make_keep,
     make_queries,
     make_raise,
     make_result,
     make_weights,
     make_whole_scores,
+    make_widths,
     position_of,
 )
-from .page import ALIGNED, ask_for, field_shift, power_of_two, step_of
+from .page import ALIGNED, ask_for, count_of, field_shift, power_of_two, step_of
 
 uint8, int32, uint32, float32, int64 = np.uint8, np.int32, np.uint32, np.float32, np.int64
 
@@ -54,6 +62,7 @@ WARPS = 2
 MAX_RUNGS = 16
 LINE = 32  # words of memory that one request for the second-level cache brings
 LOWEST = float32(-1e30)
+NO_PAGE = uint32(0xFFFFFFFF)
 
 
 def rounds_of(widths_v):
@@ -62,7 +71,7 @@ def rounds_of(widths_v):
 
 
 def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, window=0, blocks=6):
-    """Make the kernel that attends the pages of each part; `kvlab.jit.numba.build_numba` compiles it.
+    """Make the kernel that attends the quads of each part; `kvlab.jit.numba.build_numba` compiles it.
 
     Parameters
     ----------
@@ -72,7 +81,7 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, w
     widths_k, widths_v : int
         Which widths occur: a sum of 1 (2 bits), 2 (3 bits), 4, 8 and 16.
     rows : int
-        Query rows that one expansion of a page serves: 1, 2 or 4.
+        Query rows that one expansion of a quad serves: 1, 2 or 4.
     softcap, kept, window : int
         1 if scores are capped, some of them kept, or old tokens hidden; else 0.
     blocks : int
@@ -101,17 +110,19 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, w
     query_words, pair_words = coded_k * pieces * rows * head_dim // 2 or 1, coded_v * pieces * 32 * rows
     all_exchange, all_weights = WARPS * exchange_floats, WARPS * weights_floats or 1
     all_pairs, all_units, query_sums = WARPS * pair_words or 1, WARPS * 4 * rows, 4 * pieces * rows
+    all_pages = 4 * WARPS
     sums_floats, out_floats = 2 * rows, channels * rows
     bring_row = make_queries(head_dim, dtype, rows, widths_k)
-    find_page = make_find_page(head_dim, dtype, widths_k, widths_v)
+    widths_of = make_widths(head_dim, dtype, widths_k, widths_v)
     whole_scores = make_whole_scores(rows, score_stride, softcap, window)
     raise_peaks = make_raise(rows, score_stride, out_floats)
     weigh, write_floats, write_largest, write_pairs = make_weights(rows, dtype)
+    keep_scores = make_keep(rows)
     write_result = make_result(head_dim, rows, out_stride)
 
     def kernel(
         memory, pools, unit, bits_k, bits_v, rung, count, index, num_pages, k_mean, k_shift, q, q_batch,
-        q_position, q_head, partial, scores, shares, entries, query_rows, group, keep, scale, cap,
+        q_position, q_head, partial, scores, shares, quads, query_rows, group, keep, scale, cap,
         base, first, left,
     ):  # fmt: skip
         exchange = cuda.shared.array(all_exchange, float32, alignment=ALIGNED)
@@ -125,15 +136,18 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, w
         units = cuda.shared.array(all_units, float32, alignment=ALIGNED)
         terms = cuda.shared.array(sums_floats, float32)  # of q: product with the mean of the keys, unit
         pool_at = cuda.shared.array(MAX_RUNGS, int64)
-        raised = cuda.shared.array(WARPS, int32)  # the last page at which maxima rose
-        sees = cuda.shared.array(WARPS, int32)  # the last page with a token that a row sees
+        page_at = cuda.shared.array(all_pages, uint32, alignment=ALIGNED)  # [warp][page], 16 bytes each
+        raised = cuda.shared.array(WARPS, int32)  # the last quad at which maxima rose
+        seen = cuda.shared.array(
+            all_pages, int32
+        )  # [warp][page]: the last quad in which a row sees its tokens
         result_at = cuda.shared.array(WARPS, int64)
         lowest = cuda.shared.array(rows, int64)  # position that a row sees
         thread = cuda.threadIdx.x
         warp, lane = thread >> 5, thread & 31
         g, u = lane >> 2, lane & 3
         own, own_weights = warp * exchange_floats, warp * weights_floats
-        own_pairs, own_units = warp * pair_words, warp * 4 * rows
+        own_pairs, own_units, own_pages = warp * pair_words, warp * 4 * rows, uint32(4 * warp)
         mine = own + lane * score_stride  # [8 tokens][rows]
         row_block = int64(uint32(cuda.blockIdx.x) // uint32(shares))
         share = cuda.blockIdx.x - row_block * shares
@@ -155,16 +169,18 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, w
             row += WARPS
         if thread < MAX_RUNGS:
             pool_at[thread] = pools[thread]
+        if thread < all_pages:
+            seen[thread] = -1
         part, parts = int32(share * WARPS + warp), int32(shares * WARPS)
         if lane == 0:
-            raised[warp] = sees[warp] = -1
+            raised[warp] = -1
             sequence = int64(pair) * ((query_rows + rows - 1) // rows) + row_block
             result_at[warp] = (sequence * parts + part) * rounds * rows
         cuda.syncthreads()  # all query rows, their terms and addresses are there
 
         first_kept = int32(first_row - (query_rows - keep))
-        first_entry = int32(pair * entries)
-        end = int32(first_entry + num_pages[pair])
+        first_quad = int32(pair * quads)
+        end = int32(first_quad + num_pages[pair] // 4)
         sums = cuda.local.array(sums_floats, float32)  # whole scores of two tokens
         out = cuda.local.array(out_floats, float32)
         peak = cuda.local.array(rows, float32)
@@ -175,81 +191,101 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, w
             for row in range(rows):
                 peak[row] = LOWEST
                 total_weight[row] = float32(0)
-            entry = int32(first_entry + part - parts)
-            while entry + parts < end:
-                entry = int32(entry + parts)
-                width_k, width_v, k_at, v_at, steps_at = find_page(
-                    pool_at, bits_k, bits_v, unit, int64(rung[entry]), int64(index[entry])
+            quad = int32(first_quad + part - parts)
+            while quad + parts < end:
+                quad = int32(quad + parts)
+                entry = 4 * int64(quad)
+                rung_here = int64(rung[entry])
+                width_k, width_v, k_steps, v_codes, v_steps, positions, record = widths_of(
+                    bits_k, bits_v, rung_here
                 )
                 if both_rounds and (width_v == 0) != (values_are_raw == 1):
                     continue
-                tokens_here = int32(count[entry])
-                next_entry = min(entry + parts, end - 1)
-                next_rung, next_index = int64(rung[next_entry]), int64(index[next_entry])
+                counts, number = count[quad], index[entry + u]
+                next_quad = min(quad + parts, end - 1)
+                next_rung, next_number = int64(rung[4 * int64(next_quad)]), index[4 * int64(next_quad) + u]
+                if count_of(count[next_quad], u) == 0:
+                    next_number = NO_PAGE
 
-                # Lane l will take slots 2 l and 2 l + 1. Their steps are asked for now; raw tiles have none.
-                v_steps_at = steps_at + (16 if width_k else 0)
-                k_step = memory[steps_at + (lane >> 1)] if width_k else uint32(0)
-                v_step = memory[v_steps_at + (lane >> 1)] if width_v else uint32(0)
-                pair_of_positions, seen = uint32(0), True
+                # Lane 4 g + b takes slots 2 g and 2 g + 1 of page b. Pages that no row sees count as empty.
+                pool, stride = pool_at[rung_here], unit if unit else record >> 2
+                pair_of_positions = uint32(0)
                 if window:
-                    pair_of_positions = memory[v_steps_at + (16 if width_v else 0) + lane]
+                    if count_of(counts, u):
+                        at = pool + 4 * int64(uint32(stride * number))
+                        pair_of_positions = memory[at + positions + g]
                     for t in range(2):
-                        position = position_of(base[entry], pair_of_positions, t)
-                        if 2 * lane + t < tokens_here and position >= lowest[0]:
-                            sees[warp] = entry
-                    cuda.syncwarp()  # whether the page has a token that a row sees is known
-                    seen = sees[warp] == entry
+                        position = position_of(base[entry + u], pair_of_positions, t)
+                        if 2 * g + t < count_of(counts, u) and position >= lowest[0]:
+                            seen[own_pages + uint32(u)] = quad
+                    cuda.syncwarp()  # which pages have a token that a row sees is known
+                    for page in range(4):
+                        if seen[own_pages + uint32(page)] != quad:
+                            counts = uint32(counts & ~uint32(0xFF << 8 * page))
+                if counts == 0:
+                    if kept:
+                        for i in range(sums_floats):
+                            sums[i] = float32(-math.inf)
+                        keep_scores(scores, quad, lane, keep, first_kept, sums)
+                    continue
+                tokens_here = count_of(counts, u)
+                if tokens_here == 0:
+                    number = index[entry + first_page(counts)]
+                number = uint32(stride * number)
+                if g == 0:
+                    page_at[own_pages + uint32(u)] = number
+                at = pool + 4 * int64(number)
+                # Steps are asked for now; raw tiles have none.
+                k_step = memory[at + k_steps + (g >> 1)] if width_k else uint32(0)
+                v_step = memory[at + v_steps + (g >> 1)] if width_v else uint32(0)
+                pool += lane
+                cuda.syncwarp()  # where the pages are is known
 
                 # Scores: every lane its columns of its 8 tokens.
-                if not seen:
-                    pass
-                elif width_k == 2:
-                    scores_2(memory, k_at + lane, lane, query_pairs, sums_of_h, exchange, mine)
+                if width_k == 2:
+                    scores_2(memory, pool, page_at, own_pages, lane, query_pairs, sums_of_h, exchange, mine)
                 elif width_k == 3:
-                    scores_3(memory, k_at + lane, lane, query_pairs, sums_of_h, exchange, mine)
+                    scores_3(memory, pool, page_at, own_pages, lane, query_pairs, sums_of_h, exchange, mine)
                 elif width_k == 4:
-                    scores_4(memory, k_at + lane, lane, query_pairs, sums_of_h, exchange, mine)
+                    scores_4(memory, pool, page_at, own_pages, lane, query_pairs, sums_of_h, exchange, mine)
                 elif width_k == 8:
-                    scores_8(memory, k_at + lane, lane, query_pairs, sums_of_h, exchange, mine)
+                    scores_8(memory, pool, page_at, own_pages, lane, query_pairs, sums_of_h, exchange, mine)
                 else:
-                    scores_16(memory, k_at + lane, lane, raw_queries, exchange, mine)
+                    scores_16(memory, pool, page_at, own_pages, lane, raw_queries, exchange, mine)
                 cuda.syncwarp()  # all columns of all tokens are in shared memory
 
-                # The next page is asked for while this one is computed with; the last one, once more itself.
+                # The next quad is asked for while this one is computed with; the last one, once more itself.
                 if not window:
-                    next_k, next_v, next_at, _, next_steps = find_page(
-                        pool_at, bits_k, bits_v, unit, next_rung, next_index
-                    )
-                    if next_k and next_v:  # raw pages of all warps would not fit the second-level cache
-                        for i in range(lane, (next_steps + 32 - next_at) // LINE, 32):
+                    next_k, next_v, _, _, _, words, next_record = widths_of(bits_k, bits_v, next_rung)
+                    # Raw pages of all warps would not fit the second-level cache.
+                    if next_k and next_v and next_number != NO_PAGE:
+                        stride = unit if unit else next_record >> 2
+                        next_at = pool_at[next_rung] + 4 * int64(uint32(stride * next_number))
+                        for i in range(g, words // LINE + 1, 8):
                             ask_for(memory, next_at + LINE * i)
 
                 start = uint32(own + 4 * g * score_stride + 2 * u * rows)
                 coded = coded_k and width_k != 0
                 for t in range(2):
-                    slot = 2 * lane + t
-                    position = position_of(base[entry], pair_of_positions, t) if window else 0
+                    slot = 2 * g + t
+                    position = position_of(base[entry + u], pair_of_positions, t) if window else 0
                     factor = step_of(k_step, slot) * power_of_two(-field_shift(width_k, t))
                     unused = slot >= tokens_here
                     if whole_scores(
                         exchange, start, t, factor, terms, coded, cap, unused, position, lowest, peak, sums
                     ):  # fmt: skip
-                        raised[warp] = entry
-                    if kept:
-                        for row in range(rows):
-                            kept_row = int32(first_kept + row)
-                            if kept_row >= 0 and kept_row < keep:
-                                scores[(int64(entry) * keep + kept_row) * 64 + slot] = sums[t * rows + row]
+                        raised[warp] = quad
+                if kept:
+                    keep_scores(scores, quad, lane, keep, first_kept, sums)
                 cuda.syncwarp()  # whether a maximum rises is known, and the columns are read
-                if raised[warp] == entry:
+                if raised[warp] == quad:
                     raise_peaks(exchange, own, mine, sums, peak, total_weight, out)
 
                 # Probabilities relative to the running maximum, times the steps of V.
                 for t in range(2):
-                    step = step_of(v_step, 2 * lane + t) if width_v else float32(1)
-                    if 2 * lane + t >= tokens_here or not seen:
-                        step = float32(0)  # the step of what nobody sees may be NaN
+                    step = step_of(v_step, 2 * g + t) if width_v else float32(1)
+                    if 2 * g + t >= tokens_here:
+                        step = float32(0)  # the step of an unused slot may be NaN
                     weigh(sums, t, peak, total_weight, step)
                 if coded_v and width_v:
                     write_largest(sums, lane, exchange, own)
@@ -259,18 +295,18 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, w
                     write_floats(sums, lane, weights, own_weights)
                 cuda.syncwarp()  # all probabilities are there, and the largest weights are read
 
-                if not seen:
-                    pass
-                elif width_v == 2:
-                    values_2(memory, v_at + lane, lane, pairs, own_pairs, units, own_units, out)
+                pool += v_codes
+                if width_v == 2:
+                    values_2(memory, pool, page_at, own_pages, lane, pairs, own_pairs, units, own_units, out)
                 elif width_v == 3:
-                    values_3(memory, v_at + lane, lane, pairs, own_pairs, units, own_units, out)
+                    values_3(memory, pool, page_at, own_pages, lane, pairs, own_pairs, units, own_units, out)
                 elif width_v == 4:
-                    values_4(memory, v_at + lane, lane, pairs, own_pairs, units, own_units, out)
+                    values_4(memory, pool, page_at, own_pages, lane, pairs, own_pairs, units, own_units, out)
                 elif width_v == 8:
-                    values_8(memory, v_at + lane, lane, pairs, own_pairs, units, own_units, out)
+                    values_8(memory, pool, page_at, own_pages, lane, pairs, own_pairs, units, own_units, out)
                 else:
-                    values_16(memory, v_at + lane, lane, weights, own_weights, tokens_here, out)
+                    values_16(memory, pool, page_at, own_pages, lane, weights, own_weights, counts, out)
+                cuda.syncwarp()  # where the pages are is read
 
             result = result_at[warp] + (values_are_raw - first_round) * rows
             write_result(exchange, own, lane, out, total_weight, peak, partial, result)
@@ -279,7 +315,7 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, w
     element = pointer(types.uint32 if dtype == "float32" else types.uint16)
     arguments = (
         pointer(types.uint32), types.UniTuple(types.int64, MAX_RUNGS), whole, types.int64, types.int64,
-        pointer(types.uint8), pointer(types.uint8), pointer(types.uint32), pointer(types.int32),
+        pointer(types.uint8), pointer(types.uint32), pointer(types.uint32), pointer(types.int32),
         pointer(types.uint16), pointer(types.uint8), element, types.int64, types.int64, types.int64,
         pointer(types.float32), pointer(types.float32), whole, whole, whole, whole, whole,
         types.float32, types.float32, pointer(types.uint16), pointer(types.int32), whole,

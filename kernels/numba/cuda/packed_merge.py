@@ -105,7 +105,9 @@ def merge_parts(head_dim, dtype, widths_v, rows):
             if channel < head_dim:
                 x = raw_sum[c]
                 if coded:
-                    x += rotated[channel] * norm
+                    pairs = cuda.popc(uint32(channel & channel >> 1 & 0x55))
+                    turned = (pairs & 1 == 1) != (channel & 0x7C == 0x7C)
+                    x += -rotated[channel] * norm if turned else rotated[channel] * norm
                 if total != 0:
                     x /= total
                 to = ((int64(batch) * seqlen_q + position) * heads + head) * head_dim + channel

@@ -9,18 +9,9 @@ import numpy as np
 from numba import cuda
 
 from .integers import PIECE, first_dot, pieces_of, second_dot
-from .page import (
-    TILES_THAT_SHARE,
-    codes_of,
-    device,
-    field_shift,
-    load_tile_of,
-    power_of_two,
-    tile_words,
-    words_of_tiles,
-)
+from .page import codes_of, device, field_shift, load_tile_of, power_of_two, tile_words
 
-int32, uint32, float32 = np.int32, np.uint32, np.float32
+int32, uint32, int64, float32 = np.int32, np.uint32, np.int64, np.float32
 
 FLAGS = {2: 1, 3: 2, 4: 4, 8: 8, 16: 16}
 """What stands for a width in a sum of those that occur."""
@@ -31,26 +22,19 @@ def _nothing(*_):
 
 
 def make_load_tiles(bits, dtype, head_dim, at_once):
-    """Make the device function that loads tiles first_c, ... of a block of tokens of K."""
-    blocks, per_tile, tiles = head_dim // 16, tile_words(bits, dtype), TILES_THAT_SHARE.get(bits, 1)
-    load_tile, group_words = load_tile_of(bits, dtype), 32 * words_of_tiles(bits, dtype)
-    shared, aligned = tiles.bit_length() - 1, at_once % tiles == 0
+    """Make the device function that loads tiles first, ... of a page of K."""
+    per_tile, load_tile = tile_words(bits, dtype), load_tile_of(bits, dtype, head_dim)
 
     @device
-    def load_tiles(memory, at, b, first_c, words, to):
+    def load_tiles(memory, at, first, words, to):
         for j in range(at_once):
-            tile = b * blocks + first_c + j
-            group, inside = tile >> shared, tile & (tiles - 1)
-            if aligned:  # the same numbers, but `inside` is a constant
-                group = b * (blocks >> shared) + (first_c >> shared) + (j >> shared)
-                inside = j & (tiles - 1)
-            load_tile(memory, at + group_words * group, inside, inside == 3, words, to + j * per_tile)
+            load_tile(memory, at, first + j, words, to + j * per_tile)
 
     return load_tiles
 
 
 def tiles_at_once(bits, dtype, head_dim):
-    """Return how many tiles of a block of tokens of K are loaded together."""
+    """Return how many tiles of a page of K are loaded together."""
     blocks = head_dim // 16
     return max(n for n in (1, 2, 4) if blocks % n == 0 and (n < 4 or tile_words(bits, dtype) == 1))
 
@@ -58,8 +42,9 @@ def tiles_at_once(bits, dtype, head_dim):
 def make_scores(bits, dtype, head_dim, rows, tight):
     """Make the device function that writes K q, over a lane's columns, of its 8 tokens to [8 tokens][rows].
 
-    Tokens go in two halves, of 4, which takes fewer registers. pairs[piece][tile][half][u][rows] are those of
-    columns 2 u + half and 8 later of q, sums_of_h[piece][u][rows] of the h of a lane's columns. Results are
+    Tokens are two of each page, pages go by twos, which takes fewer registers. The lane's first word of a
+    page of the quad is `pool` + 4 page_at[page]. pairs[piece][tile][half][u][rows] are those of columns
+    2 u + half and 8 later of q, sums_of_h[piece][u][rows] of the h of a lane's columns. Results are
     `field_shift` powers of 2 larger than they should be, and count units of q. `tight`: registers are short.
     """
     blocks, half_sums, per_tile, pieces = head_dim // 16, 4 * rows, tile_words(bits, dtype), pieces_of(dtype)
@@ -91,7 +76,7 @@ def make_scores(bits, dtype, head_dim, rows, tight):
                 exchange[start + uint32(i)] += float32(sums[i]) * PIECE
 
     @device
-    def write_scores(memory, at, lane, pairs, sums_of_h, exchange, exchange_at):
+    def write_scores(memory, pool, page_at, quad_at, lane, pairs, sums_of_h, exchange, exchange_at):
         words = cuda.local.array(all_words, uint32)
         q = cuda.local.array(per_q, uint32)
         sums = cuda.local.array(half_sums, int32)
@@ -103,8 +88,9 @@ def make_scores(bits, dtype, head_dim, rows, tight):
                     for token in range(4):
                         sums[token * rows + row] = -(h * largest << field_shift(bits, token & 1))
                 for step in range(blocks // at_once):
-                    load_tiles(memory, at, first_b, step * at_once, words, 0)
-                    load_tiles(memory, at, first_b + 1, step * at_once, words, at_once * per_tile)
+                    for b in range(2):
+                        at = pool + 4 * int64(page_at[quad_at + uint32(first_b + b)])
+                        load_tiles(memory, at, step * at_once, words, b * at_once * per_tile)
                     for j in range(at_once):
                         take_pairs(pairs, pairs_at + uint32(8 * (step * at_once + j) * rows), q)
                         add_tile(words, j * per_tile, q, sums, 0)
@@ -123,13 +109,11 @@ def make_scores(bits, dtype, head_dim, rows, tight):
 def make_values(bits, dtype, head_dim, rows, tight):
     """Make the device function that adds V^T p of a lane's elements to out[head_dim / 8][rows].
 
-    pairs[piece][tile][half][u][rows] are those of p, of units[u][rows]; a lane keeps those of its 16 tokens
+    pairs[piece][page][half][u][rows] are those of p, of units[u][rows]; a lane keeps those of its 16 tokens
     in registers. `tight`: registers are short.
     """
     blocks, per_tile, pieces = head_dim // 16, tile_words(bits, dtype), pieces_of(dtype)
-    load_tile, codes, largest = load_tile_of(bits, dtype), codes_of(bits), 2**bits - 1
-    tiles, group_words = TILES_THAT_SHARE.get(bits, 1), 32 * words_of_tiles(bits, dtype)
-    shared = tiles.bit_length() - 1
+    load_tile, codes, largest = load_tile_of(bits, dtype, head_dim), codes_of(bits), 2**bits - 1
     at_once = 2 if bits == 8 else 4  # blocks of channels whose words are loaded together
     all_words, all_pairs, both = 4 * at_once * per_tile, 8 * rows, 2 * rows
 
@@ -149,12 +133,11 @@ def make_values(bits, dtype, head_dim, rows, tight):
                 scales[later * rows + row] = unit * power_of_two(-field_shift(bits, later))
 
     @device
-    def load_tiles(memory, at, words, first):
-        for c in range(first, min(first + at_once, blocks)):
-            for b in range(4):
-                group = c * (4 >> shared) + (b >> shared)
-                to = (4 * (c - first) + b) * per_tile
-                load_tile(memory, at + group_words * group, b & (tiles - 1), b == 3, words, to)
+    def load_tiles(memory, pool, page_at, quad_at, words, first):
+        for b in range(4):
+            at = pool + 4 * int64(page_at[quad_at + uint32(b)])
+            for c in range(first, min(first + at_once, blocks)):
+                load_tile(memory, at, c, words, (4 * (c - first) + b) * per_tile)
 
     @device
     def add_row(words, first_word, later, p, sums, starts, scales, out, out_at):
@@ -177,8 +160,8 @@ def make_values(bits, dtype, head_dim, rows, tight):
             add_row(words, first_word, 1, p, sums, starts, scales, out, (2 * c + 1) * rows)
 
     @device
-    def add_tiles(memory, at, words, p, sums, starts, scales, out, first):
-        load_tiles(memory, at, words, first)
+    def add_tiles(memory, pool, page_at, quad_at, words, p, sums, starts, scales, out, first):
+        load_tiles(memory, pool, page_at, quad_at, words, first)
         add_block(words, p, sums, starts, scales, out, first, first)
         add_block(words, p, sums, starts, scales, out, first + 1, first)
         add_block(words, p, sums, starts, scales, out, first + 2, first)
@@ -187,17 +170,17 @@ def make_values(bits, dtype, head_dim, rows, tight):
             cuda.syncwarp()  # the next words are loaded only now: registers would not hold more
 
     @device
-    def add_eight(memory, at, words, p, sums, starts, scales, out, first):
-        add_tiles(memory, at, words, p, sums, starts, scales, out, first)
+    def add_eight(memory, pool, page_at, quad_at, words, p, sums, starts, scales, out, first):
+        add_tiles(memory, pool, page_at, quad_at, words, p, sums, starts, scales, out, first)
         if at_once == 2:
-            add_tiles(memory, at, words, p, sums, starts, scales, out, first + 2)
+            add_tiles(memory, pool, page_at, quad_at, words, p, sums, starts, scales, out, first + 2)
         if first + 4 < blocks:
-            add_tiles(memory, at, words, p, sums, starts, scales, out, first + 4)
+            add_tiles(memory, pool, page_at, quad_at, words, p, sums, starts, scales, out, first + 4)
             if at_once == 2:
-                add_tiles(memory, at, words, p, sums, starts, scales, out, first + 6)
+                add_tiles(memory, pool, page_at, quad_at, words, p, sums, starts, scales, out, first + 6)
 
     @device
-    def add_values(memory, at, lane, pairs, pairs_at, units, units_at, out):
+    def add_values(memory, pool, page_at, quad_at, lane, pairs, pairs_at, units, units_at, out):
         words = cuda.local.array(all_words, uint32)
         p = cuda.local.array(all_pairs, uint32)
         sums = cuda.local.array(rows, int32)
@@ -205,9 +188,9 @@ def make_values(bits, dtype, head_dim, rows, tight):
         scales = cuda.local.array(both, float32)
         for piece in range(pieces):
             take_pairs(pairs, pairs_at, units, units_at, lane, piece, p, starts, scales)
-            add_eight(memory, at, words, p, sums, starts, scales, out, 0)
+            add_eight(memory, pool, page_at, quad_at, words, p, sums, starts, scales, out, 0)
             if blocks > 8:
-                add_eight(memory, at, words, p, sums, starts, scales, out, 8)
+                add_eight(memory, pool, page_at, quad_at, words, p, sums, starts, scales, out, 8)
 
     return add_values
 

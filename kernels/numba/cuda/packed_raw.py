@@ -8,9 +8,9 @@ import numpy as np
 from numba import cuda
 
 from .packed_products import make_load_tiles, tiles_at_once
-from .page import device, load_tile_of, raw_element, tile_words
+from .page import count_of, device, load_tile_of, raw_element, tile_words
 
-uint32, float32 = np.uint32, np.float32
+uint32, int64, float32 = np.uint32, np.int64, np.float32
 
 
 @device
@@ -39,7 +39,7 @@ def make_take_columns(rows):
 def make_raw_scores(bits, dtype, head_dim, rows):
     """Make the device function that writes K q, over a lane's columns, of its 8 tokens to [8 tokens][rows].
 
-    Tokens go in two halves, of 4, which takes fewer registers.
+    Tokens are two of each page, pages go by twos, which takes fewer registers.
     """
     blocks, half_sums, per_tile = head_dim // 16, 4 * rows, tile_words(bits, dtype)
     at_once, element = tiles_at_once(bits, dtype, head_dim), raw_element(dtype)
@@ -55,7 +55,7 @@ def make_raw_scores(bits, dtype, head_dim, rows):
                     sums[(token + later_row) * rows + row] += k * q[2 * row + half]
 
     @device
-    def write_scores(memory, at, lane, queries, exchange, exchange_at):
+    def write_scores(memory, pool, page_at, quad_at, lane, queries, exchange, exchange_at):
         words = cuda.local.array(all_words, uint32)
         q = cuda.local.array(per_q, float32)
         sums = cuda.local.array(half_sums, float32)
@@ -64,7 +64,8 @@ def make_raw_scores(bits, dtype, head_dim, rows):
                 sums[i] = float32(0)
             for step in range(blocks // at_once):
                 for b in range(2):
-                    load_tiles(memory, at, first_b + b, step * at_once, words, b * at_once * per_tile)
+                    at = pool + 4 * int64(page_at[quad_at + uint32(first_b + b)])
+                    load_tiles(memory, at, step * at_once, words, b * at_once * per_tile)
                 for j in range(at_once):
                     for later in range(2):
                         columns = 2 * (step * at_once + j) + later
@@ -81,7 +82,7 @@ def make_raw_scores(bits, dtype, head_dim, rows):
 def make_raw_values(bits, dtype, head_dim, rows):
     """Make the device function that adds V^T p of a lane's elements to out[head_dim / 8][rows]."""
     blocks, per_p, per_tile = head_dim // 16, 2 * rows, tile_words(bits, dtype)
-    load_tile, element, tile = load_tile_of(bits, dtype), raw_element(dtype), 32 * per_tile
+    load_tile, element = load_tile_of(bits, dtype, head_dim), raw_element(dtype)
     all_words, take_columns = 4 * per_tile, make_take_columns(rows)
 
     @device
@@ -89,7 +90,7 @@ def make_raw_values(bits, dtype, head_dim, rows):
         for later_row in range(2):
             for half in range(2):
                 v = element(words, (c - first) * per_tile, 2 * later + later_row, half)
-                if slot + 8 * half + later >= count:
+                if slot + 2 * half + later >= count:
                     v = float32(0)  # an unused slot may hold NaN
                 for row in range(rows):
                     out[(2 * c + later_row) * rows + row] += v * p[2 * row + half]
@@ -98,18 +99,19 @@ def make_raw_values(bits, dtype, head_dim, rows):
     @device
     def add_tiles(memory, at, lane, words, p, weights, weights_at, count, out, b, first):
         for c in range(first, min(first + 4, blocks)):
-            load_tile(memory, at + tile * (4 * c + b), 0, False, words, (c - first) * per_tile)
-        slot = 16 * (lane & 3) + 2 * b  # of half 0; half 1 is 8 later, later columns 1
+            load_tile(memory, at, c, words, (c - first) * per_tile)
+        slot = 4 * (lane & 3)  # of half 0; half 1 is 2 later, later columns 1
         for later in range(2):
             take_columns(weights, weights_at + (2 * b + later) * 8 * rows, lane, p)
             for c in range(first, min(first + 4, blocks)):
                 add_columns(words, later, p, slot, count, out, c, first)
 
     @device
-    def add_values(memory, at, lane, weights, weights_at, count, out):
+    def add_values(memory, pool, page_at, quad_at, lane, weights, weights_at, counts, out):
         words = cuda.local.array(all_words, uint32)
         p = cuda.local.array(per_p, float32)
         for b in range(4):
+            at, count = pool + 4 * int64(page_at[quad_at + uint32(b)]), count_of(counts, b)
             add_tiles(memory, at, lane, words, p, weights, weights_at, count, out, b, 0)
             if blocks > 4:
                 add_tiles(memory, at, lane, words, p, weights, weights_at, count, out, b, 4)

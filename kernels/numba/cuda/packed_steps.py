@@ -1,4 +1,4 @@
-"""Decode attention over packed pages: the steps of a page between K q and V^T p, and what stands around them.
+"""Decode attention over packed pages: the steps of a quad between K q and V^T p, and what stands around them.
 
 Each function makes a device function for one specialisation of the kernel in `cuda/packed.py`, which says how
 lanes share a page. All exchange through shared memory within a warp, so every barrier is one of a warp.
@@ -11,7 +11,7 @@ from numba import cuda
 
 from .integers import MAGNITUDE, MOST, PIECE, SMALLEST, nearest, pair_of, pieces_of, unit_of
 from .packed_raw import place_of
-from .page import device, from_float16, widened
+from .page import device, from_float16, widened, words_of_side
 
 int32, uint32, int64, float32 = np.int32, np.uint32, np.int64, np.float32
 
@@ -156,6 +156,21 @@ def make_whole_scores(rows, score_stride, softcap, window):
     return whole_scores
 
 
+def make_keep(rows):
+    """Make the device function that writes a lane's scores to scores[quad][kept rows][64 slots]."""
+
+    @device
+    def keep_scores(scores, quad, lane, keep, first_kept, sums):
+        place = 16 * (lane & 3) + 2 * (lane >> 2)  # slots of page after page
+        for row in range(rows):
+            kept_row = int32(first_kept + row)
+            if kept_row >= 0 and kept_row < keep:
+                for t in range(2):
+                    scores[(int64(quad) * keep + kept_row) * 64 + place + t] = sums[t * rows + row]
+
+    return keep_scores
+
+
 def make_raise(rows, score_stride, out_floats):
     """Make the device function that lets running maxima follow the scores, and shrinks what is added up."""
 
@@ -200,7 +215,7 @@ def make_weights(rows, dtype):
     @device
     def write_floats(sums, lane, weights, at):
         g, u = lane >> 2, lane & 3
-        for t in range(2):  # slot 2 lane + t is column g + 8 t of V's tiles of block u
+        for t in range(2):  # column g + 8 t of V's tiles of page u
             to = at + (2 * u + t) * 8 * rows + place_of(g, 0, rows)
             for row in range(rows):
                 weights[uint32(to) + uint32(place_of(0, row, rows))] = sums[t * rows + row]
@@ -222,7 +237,7 @@ def make_weights(rows, dtype):
         for i in range(8):
             for row in range(rows):
                 largest[row] = max(largest[row], exchange[at + uint32(4 * i * rows + row)].view(uint32))
-        b, half = lane & 3, lane >> 2 & 1  # both slots are a pair of V's tiles of block b
+        b, half = lane & 3, lane >> 2 & 1  # both slots are a pair of V's tiles of page b
         to = uint32(pairs_at + (8 * b + 4 * half + u) * rows)
         for row in range(rows):
             unit, inverse = unit_of(largest[row])
@@ -266,26 +281,39 @@ def make_result(head_dim, rows, out_stride):
     return write_result
 
 
-def make_find_page(head_dim, dtype, widths_k, widths_v):
-    """Make the device function that returns where a page is: its codes of K and of V, and its steps.
+def make_widths(head_dim, dtype, widths_k, widths_v):
+    """Make the device function that returns the widths of a rung, 0 for 16, and where parts of a page begin.
 
-    Also its widths, 0 for 16. Steps of V follow those of K, then come the positions.
+    In words from the codes of K, which come first: steps of K, codes of V, steps of V, positions; then the
+    words of the record. At width 16 there are no steps.
     """
-    raw_words = head_dim * 64 // (1 if dtype == "float32" else 2)
+    raw_words, tiles = words_of_side(16, dtype, head_dim), head_dim // 16
     width_of_flag = {1: 2, 2: 3, 4: 4, 8: 8, 16: 0}
     only_k, only_v = width_of_flag.get(widths_k, -1), width_of_flag.get(widths_v, -1)
 
     @device
-    def find_page(pool_at, bits_k, bits_v, unit, rung, number):
+    def side_words(width):
+        return raw_words if width == 0 else (tiles * width + 3) // 4 * 32
+
+    @device
+    def widths_of(bits_k, bits_v, rung):
         width_k = (bits_k >> (4 * rung)) & 15 if only_k < 0 else only_k
         width_v = (bits_v >> (4 * rung)) & 15 if only_v < 0 else only_v
-        k_words = raw_words if width_k == 0 else 2 * head_dim * width_k
-        v_words = raw_words if width_v == 0 else 2 * head_dim * width_v
-        record = k_words + v_words + (16 if width_k else 0) + (16 if width_v else 0) + 48
-        at = pool_at[rung] + number * (unit if unit else record)
-        return width_k, width_v, at, at + k_words, at + k_words + v_words
+        k_steps = side_words(width_k)
+        v_codes = k_steps + (4 if width_k else 0)
+        v_steps = v_codes + side_words(width_v)
+        positions = v_steps + (4 if width_v else 0)
+        return width_k, width_v, k_steps, v_codes, v_steps, positions, positions + 12
 
-    return find_page
+    return widths_of
+
+
+@device
+def first_page(counts):
+    """Return the first page of a quad that holds tokens, if any does, from the word with all counts."""
+    if counts & uint32(0xFFFF):
+        return 0 if counts & uint32(0xFF) else 1
+    return 2 if counts & uint32(0xFF0000) else 3
 
 
 @device

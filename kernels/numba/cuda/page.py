@@ -1,21 +1,21 @@
-"""The page format, version 1, as a lane of a warp reads it: where an element is, what number it stands for.
+"""The page format, version 2, as a lane of a warp reads it: where an element is, what number it stands for.
 
-A code region holds the matrix of a page, keys as (64 tokens, head_dim), values transposed as (head_dim, 64),
-cut into tiles of 16 x 16. K tile b * (head_dim / 16) + c and V tile c * 4 + b hold the block b of 16 tokens
-and the block c of 16 channels. Token t of block b (0 to 15) is that of slot 8 (t % 8) + 2 b + t // 8, so what
-one lane has of all K tiles are 8 slots side by side. A warp reads a tile together: of every 32-bit word there
-are 32, one a lane. Lane 4 g + u holds 8 elements of a tile, as 4 registers with 2 halves:
+A page holds up to 16 tokens. Its codes are two matrices, keys (16 tokens, head_dim) and values transposed
+(head_dim, 16), each cut into head_dim / 16 tiles of 16 x 16. Slot s of a page is row s // 2 + 8 (s % 2) of
+K's tiles and that column of V's. A warp reads a tile together: of every 32-bit word there are 32, one a lane.
+Lane 4 g + u holds 8 elements of a tile, as 4 registers with 2 halves:
 
     row  g + 8 (register % 2)            column  2 u + half + 8 (register // 2)
 
-Narrow elements of several tiles share words. Pair p = 4 (tile % tiles that share) + register, the same in
-both halves of a word, which begin at bits 0 and 16, is at
+so that of a tile of K it has slots 2 g and 2 g + 1. Halves of a word begin at bits 0 and 16. Register r is in
+both at
 
-    2 bits    2 tiles, 1 word     bit 2 p
-    3 bits    4 tiles, 3 words    bit 1 + 3 (p % 5) of word p // 5; of pair 15, bit j is bit 0 of word j
-    4 bits    1 tile, 1 word      bit 4 p
-    8 bits    1 tile, 2 words     bit 8 (p % 2) of word p // 2
-    width 16  1 tile, 4 words     word p (float32: 8 words, word 2 p + half)
+    2 bits    2 tiles, 1 word     bit 8 (r // 2) + 2 (r % 2), 4 later for the second tile
+    3 bits    4 tiles, 3 words    with p = 4 tile + r: bit 1 + 3 (p % 5) of word p // 5; of p = 15, bit j is
+                                  bit 0 of word j. Tiles that four do not divide: as 4 bits
+    4 bits    1 tile, 1 word      bit 4 r
+    8 bits    1 tile, 2 words     bit 8 (r % 2) of word r // 2
+    width 16  1 tile, 4 words     word r (float32: 8 words, word 2 r + half)
 
 A code c stands for n = 2 c - (2**bits - 1), times a step. Codes are multiplied as bytes (`cuda/integers.py`):
 `load_tile_of` makes words that have both rows of a tile, in fields of which a mask leaves one. Byte 0 is
@@ -33,7 +33,7 @@ from numba import cuda
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM", "0") != "0"
 """Whether this runs in Numba's CUDA simulator, which takes fewer options."""
 
-uint16, uint32, float16, float32 = np.uint16, np.uint32, np.float16, np.float32
+int32, uint16, uint32, float16, float32 = np.int32, np.uint16, np.uint32, np.float16, np.float32
 
 if SIMULATED:
 
@@ -68,9 +68,6 @@ ALIGNED = None if SIMULATED else 16
 BIAS = float32(2.0**112)
 """Between the exponents of float16 and float32."""
 
-TILES_THAT_SHARE = {2: 2, 3: 4}
-"""How many tiles share words, where it is not one."""
-
 HALVES = uint32(0x00010001)
 """The lowest bit of both halves of a word."""
 
@@ -80,9 +77,9 @@ def stored_bits(bits, dtype):
     return 32 if bits == 16 and dtype == "float32" else bits
 
 
-def words_of_tiles(bits, dtype):
-    """Return how many words a lane has of the tiles that share words."""
-    return TILES_THAT_SHARE.get(bits, 1) * stored_bits(bits, dtype) // 4
+def words_of_side(bits, dtype, head_dim):
+    """Return how many words the codes of a side of a page take: those of the lanes side by side."""
+    return (head_dim // 16 * stored_bits(bits, dtype) + 3) // 4 * 32
 
 
 def tile_words(bits, dtype):
@@ -90,42 +87,47 @@ def tile_words(bits, dtype):
     return max(1, stored_bits(bits, dtype) // 4)
 
 
-def load_tile_of(bits, dtype):
+def load_tile_of(bits, dtype, head_dim):
     """Make the device function that puts what a lane has of a tile into words[to], ...
 
-    `at` is the lane's first word of the tiles that share words, `inside` which of them it is, `last` whether
-    it is the last of four. Coded tiles come with the columns in the order of the bytes, as above.
+    `at` is the lane's first word of a side of a page. Coded tiles come with the columns in the order of the
+    bytes, as above.
     """
-    each = tile_words(bits, dtype)
+    each, in_fours = tile_words(bits, dtype), head_dim // 64 * 4
+    some_alone = in_fours < head_dim // 16
 
     @device
-    def load_tile(memory, at, inside, last, words, to):
+    def load_tile(memory, at, tile, words, to):
         for i in range(each):
-            words[to + i] = memory[at + 32 * i]
+            words[to + i] = memory[at + 32 * (each * tile + i)]
 
     @device
-    def load_one_of_two(memory, at, inside, last, words, to):
-        word = memory[at] >> uint32(8 * inside)
-        words[to] = by_columns(word, word << uint32(4))
+    def load_one_of_two(memory, at, tile, words, to):
+        words[to] = memory[at + 32 * (tile >> 1)] >> uint32(4 * (tile & 1))
 
     @device
-    def load_one_of_four(memory, at, inside, last, words, to):
-        """Tile i begins with the last i pairs of word i - 1; the rest are the first of word i."""
-        if not last:
-            rest = memory[at + 32 * inside]
+    def load_one_of_four(memory, at, tile, words, to):
+        """Tile i of four begins with the last i pairs of word i - 1; the rest are the first of word i."""
+        if some_alone and tile >= in_fours:
+            alone = memory[at + 32 * (tile - in_fours // 4)]
+            words[to] = ((alone << uint32(1)) & uint32(0x0E0E0E0E)) | (alone & uint32(0xF0F0F0F0))
         else:
-            rest = memory[at] & HALVES
-            rest |= (memory[at + 32] & HALVES) << uint32(1)
-            rest |= (memory[at + 64] & HALVES) << uint32(2)
-            rest <<= uint32(1)
-        first = memory[at + 32 * max(inside - 1, 0)] >> uint32(15 - 3 * inside)
-        firsts = HALVES * uint32((2 << (3 * inside)) - 2)
-        word = (first & firsts) | ((rest << uint32(3 * inside)) & ~firsts)
-        words[to] = by_columns(word, word << uint32(2))
+            first_word, i = at + 96 * (tile >> 2), tile & 3
+            if i < 3:
+                rest = memory[first_word + 32 * i]
+            else:
+                rest = memory[first_word] & HALVES
+                rest |= (memory[first_word + 32] & HALVES) << uint32(1)
+                rest |= (memory[first_word + 64] & HALVES) << uint32(2)
+                rest <<= uint32(1)
+            first = memory[first_word + 32 * max(i - 1, 0)] >> uint32(15 - 3 * i)
+            firsts = HALVES * uint32((2 << (3 * i)) - 2)
+            word = (first & firsts) | ((rest << uint32(3 * i)) & ~firsts)
+            words[to] = by_columns(word, word << uint32(2))
 
     @device
-    def load_two_rows(memory, at, inside, last, words, to):
-        left, right = memory[at], memory[at + 32]
+    def load_two_rows(memory, at, tile, words, to):
+        left, right = memory[at + 64 * tile], memory[at + 64 * tile + 32]
         words[to] = by_columns(left, right << uint32(8))
         words[to + 1] = by_columns(left >> uint32(8), right)
 
@@ -246,6 +248,12 @@ def narrowed(dtype):
         return float16(x).view(uint16)
 
     return to_float16
+
+
+@device
+def count_of(counts, page):
+    """Return how many tokens a page of a quad holds, from the word with the counts of all four."""
+    return int32((counts >> uint32(8 * page)) & uint32(0xFF))
 
 
 @device

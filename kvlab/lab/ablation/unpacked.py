@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.pages import PAGE_TABLE_BYTES, LayerPages, PageLayout, new_pool
+from kvlab.pages import NO_PAGE, PAGE_TABLE_BYTES, LayerPages, PageLayout, new_pool
 from kvlab.reference.pages import bit_address
 
 __all__ = ["page_nbytes", "unpack_pages"]
 
 Bytes = NDArray[np.uint8]
-_PAGES_AT_ONCE = 256
+_PAGES_AT_ONCE = 1024
 _SHIFTS = np.arange(8, dtype=np.uint8)[:, None]
 
 
@@ -44,8 +44,7 @@ def unpack_pages(pages: LayerPages) -> LayerPages:
     >>> [layout.bits_k for layout in bytes_a_code.layouts], page_nbytes(bytes_a_code) / page_nbytes(pages)
     ([8, 8], 2.5...)
     """
-    index = np.zeros_like(pages.index)
-    live = np.arange(pages.rung.shape[2]) < pages.num_pages[..., None]
+    index, live = np.full_like(pages.index, NO_PAGE), _live(pages)
     layouts, pools = [], []
     for r, (layout, pool) in enumerate(zip(pages.layouts, pages.pools, strict=True)):
         mine = live & (pages.rung == r)
@@ -58,7 +57,7 @@ def unpack_pages(pages: LayerPages) -> LayerPages:
 
 def page_nbytes(pages: LayerPages) -> int:
     """Bytes of the live pages of a layer, of their entries in the page table, and of its key frame."""
-    live = np.arange(pages.rung.shape[2]) < pages.num_pages[..., None]
+    live = _live(pages)
     sizes = np.array([layout.nbytes + PAGE_TABLE_BYTES for layout in pages.layouts])
     return (
         int(sizes[pages.rung[live]].sum())
@@ -68,16 +67,24 @@ def page_nbytes(pages: LayerPages) -> int:
     )
 
 
+def _live(pages: LayerPages) -> NDArray[np.bool_]:
+    """Which entries of the page table name a page."""
+    used = np.arange(pages.rung.shape[2]) < pages.num_pages[..., None]
+    live: NDArray[np.bool_] = used & (pages.index != NO_PAGE)
+    return live
+
+
 def _widened(bits: int) -> int:
     return bits if bits == 16 else 8
 
 
 def _unpack_pool(source: Bytes, layout: PageLayout, wide: PageLayout) -> Bytes:
     pool = new_pool(len(source), wide)
-    pool[:, wide.k_steps :] = source[:, layout.k_steps :]
+    pool[:, wide.k_steps : wide.v_codes] = source[:, layout.k_steps : layout.v_codes]
+    pool[:, wide.v_steps :] = source[:, layout.v_steps :]
     for side, bits, start, end in (
-        ("k", layout.bits_k, (layout.k_codes, layout.v_codes), (wide.k_codes, wide.v_codes)),
-        ("v", layout.bits_v, (layout.v_codes, layout.k_steps), (wide.v_codes, wide.k_steps)),
+        ("k", layout.bits_k, (layout.k_codes, layout.k_steps), (wide.k_codes, wide.k_steps)),
+        ("v", layout.bits_v, (layout.v_codes, layout.v_steps), (wide.v_codes, wide.v_steps)),
     ):
         if bits in (8, 16):
             pool[:, slice(*end)] = source[:, slice(*start)]

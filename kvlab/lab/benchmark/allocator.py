@@ -1,6 +1,6 @@
 """`kvlab benchmark allocator`: the time of a decision, and the loss of each method.
 
-Instances are made to look like those of a model: pages of 64 tokens with every byte counted, errors that fall
+Instances are made to look like those of a model: pages of 16 tokens with every byte counted, errors that fall
 by about four for each bit, importance that is log-normal over pages (or equal, which makes all pages tie).
 Each is solved at several budgets; a row states the slowest time and the worst loss among them. Every
 allocation is checked before it is timed.
@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from kvlab.lab.results import Row
 from kvlab.ops.allocator import METHODS, Method, allocate
+from kvlab.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE, PageLayout
 
 __all__ = ["NOTE", "PAGES", "benchmark_allocator"]
 
 NOTE = "ms: median of a call at the slowest budget; greedy over dp: loss against loss, at the worst budget"
 PAGES = 4096
-PAGE_TOKENS = 64
 ERROR_OF_WIDTH = {0: 1.0, 2: 0.117, 3: 0.0345, 4: 0.0095, 8: 3.5e-5, 16: 0.0}
 """Mean squared error of a standard normal variable at each width, by the best quantiser of that width."""
 LADDERS = ((2, 3, 4, 8, 16), (0, 2, 3, 4, 8), (0, 2, 4, 8, 16))
@@ -79,16 +79,15 @@ def benchmark_allocator(*, pages: int = PAGES, repeats: int = 15, seed: int = 0)
 
 def _page_bytes(ladder: tuple[int, ...], head_dim: int) -> NDArray[np.int64]:
     """Bytes of a page at each width: codes of K and V, scales, positions and importance, the table entry."""
-    elements = 2 * PAGE_TOKENS * head_dim
-    overhead = {0: 0, 16: 3 * PAGE_TOKENS + 8}
-    return np.array([elements * width // 8 + overhead.get(width, 5 * PAGE_TOKENS + 8) for width in ladder])
+    layouts = [PageLayout(head_dim, width, width, 2) if width else None for width in ladder]
+    return np.array([layout.nbytes + PAGE_TABLE_BYTES if layout else 0 for layout in layouts])
 
 
 def _measure(loss: NDArray[np.float64], cost: NDArray[np.int64], head_dim: int, repeats: int) -> Row:
     slowest = dict.fromkeys(METHODS, 0.0)
     worst_ratio = 1.0
     for fraction in BUDGETS:
-        budget = int(fraction * len(loss) * PAGE_TOKENS * head_dim * 4)
+        budget = int(fraction * len(loss) * TOKENS_PER_PAGE * head_dim * 4)
         if budget < len(loss) * cost[0]:
             continue
         losses = dict.fromkeys(METHODS, 0.0)

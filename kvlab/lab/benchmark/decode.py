@@ -25,7 +25,7 @@ from kvlab.errors import needs_extra
 from kvlab.lab.results import Row
 from kvlab.lab.timing import time_in_turns
 from kvlab.ops.packed import packed_attention
-from kvlab.pages import TOKENS_PER_PAGE, LayerPages, PageLayout, new_pool, read_tokens
+from kvlab.pages import QUAD, TOKENS_PER_PAGE, LayerPages, PageLayout, new_pool, read_tokens
 from kvlab.reference.codec import hadamard
 from kvlab.reference.pages import STEPS
 
@@ -115,10 +115,11 @@ def benchmark_decode(
 
 def make_pages(rng: np.random.Generator, widths: Sequence[int], tokens: int) -> LayerPages:
     """Return full pages of random codes for one row, their widths taken in turn, scattered over the pools."""
-    if tokens <= 0 or tokens % TOKENS_PER_PAGE:
-        raise ValueError(f"contexts must be multiples of {TOKENS_PER_PAGE} tokens, got {tokens}")
+    if tokens <= 0 or tokens % (QUAD * TOKENS_PER_PAGE):
+        raise ValueError(f"contexts must be multiples of {QUAD * TOKENS_PER_PAGE} tokens, got {tokens}")
     ladder = sorted(set(widths))
-    rung = np.resize([ladder.index(width) for width in widths], (1, NUM_HEADS_KV, tokens // TOKENS_PER_PAGE))
+    of_quads = (1, NUM_HEADS_KV, tokens // (QUAD * TOKENS_PER_PAGE))
+    rung = np.resize([ladder.index(width) for width in widths], of_quads).repeat(QUAD, axis=-1)
     index = np.zeros(rung.shape, np.uint32)
     layouts = [PageLayout(HEAD_DIM, width, width, 4) for width in ladder]
     pools = []
@@ -129,7 +130,8 @@ def make_pages(rng: np.random.Generator, widths: Sequence[int], tokens: int) -> 
         pool[:] = rng.integers(0, 256, pool.shape, np.uint8)
         # Uniform codes with this step lie within 2, so values have about the variance 4 / 3.
         step = int(np.abs(STEPS[:0xF8] - np.float32(2.0 ** (1 - ladder[r]))).argmin())
-        pool[:, layout.k_steps : layout.positions] = step
+        for begin in (layout.k_steps, layout.v_steps):
+            pool[:, begin : begin + TOKENS_PER_PAGE] = step
         pools.append(pool)
     return LayerPages(
         layouts=tuple(layouts),

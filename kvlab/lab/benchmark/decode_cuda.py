@@ -25,7 +25,7 @@ from kvlab.lab.benchmark.device_pages import Shape, attended_apart, draw_pages, 
 from kvlab.lab.results import Row
 from kvlab.lab.timing_gpu import time_in_succession
 from kvlab.ops.cuda import packed as packed_cuda
-from kvlab.pages import TOKENS_PER_PAGE
+from kvlab.pages import QUAD, TOKENS_PER_PAGE
 
 __all__ = [
     "CONTEXTS",
@@ -82,8 +82,8 @@ def benchmark_decode(
     import torch
 
     for context in contexts:
-        if context <= 0 or context % TOKENS_PER_PAGE:
-            raise ValueError(f"contexts must be multiples of {TOKENS_PER_PAGE} tokens, got {context}")
+        if context <= 0 or context % (QUAD * TOKENS_PER_PAGE):
+            raise ValueError(f"contexts must be multiples of {QUAD * TOKENS_PER_PAGE} tokens, got {context}")
     bandwidth = read_bandwidth()
     rows = []
     for context in contexts:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvlab.pages import TOKENS_PER_PAGE, PageLayout
+from kvlab.pages import QUAD, TOKENS_PER_PAGE, PageLayout
 from kvlab.reference.packed import packed_attention
 
 __all__ = ["Shape", "attended_apart", "draw_pages", "relative_error"]
@@ -40,9 +40,10 @@ def draw_pages(shape: Shape, ladder: Mapping[int, float], device: str = "cuda") 
     """Return full pages of random codes in random order; the table of each sequence is sorted by width."""
     import torch
 
-    entries, widths = shape.tokens // TOKENS_PER_PAGE, sorted(ladder)
+    widths, quads = sorted(ladder), shape.tokens // (QUAD * TOKENS_PER_PAGE)
+    entries = QUAD * quads
     layouts = tuple(PageLayout(shape.head_dim, bits, bits, 2) for bits in widths)
-    bounds = np.round(np.cumsum([0.0, *(ladder[bits] for bits in widths)]) * entries).astype(int)
+    bounds = QUAD * np.round(np.cumsum([0.0, *(ladder[bits] for bits in widths)]) * quads).astype(int)
     rung = torch.empty(shape.num_sequences, entries, dtype=torch.uint8, device=device)
     index = torch.empty(shape.num_sequences, entries, dtype=torch.int32, device=device)
     pools = []
@@ -78,8 +79,10 @@ def _draw_pool(layout: PageLayout, count: int, device: str) -> Any:
             values = torch.randn(size, device=device, dtype=torch.bfloat16)
             pool[begin : begin + 1024, : layout.positions] = values.view(torch.uint8)
     else:
-        step = torch.exp(torch.randn(count, 128, device=device) * 0.3) * (1.7 / 2**layout.bits_k)
-        pool[:, layout.k_steps : layout.positions] = (step.half().view(torch.int16) >> 7).to(torch.uint8)
+        for begin in (layout.k_steps, layout.v_steps):
+            step = torch.exp(torch.randn(count, TOKENS_PER_PAGE, device=device) * 0.3)
+            codes = (step * (1.7 / 2**layout.bits_k)).half().view(torch.int16) >> 7
+            pool[:, begin : begin + TOKENS_PER_PAGE] = codes.to(torch.uint8)
     return pool
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from kvlab.arrays import Array, ArrayT, like_first, to_numpy_view
 from kvlab.ops.packed import Layout, PackedAttention, Pages, Window
+from kvlab.pages import QUAD, TOKENS_PER_PAGE
 from kvlab.threads import share
 
 __all__ = ["attend", "attend_into", "mass"]
@@ -26,7 +27,7 @@ FEW_ROWS = 16
 """Query rows of a KV head up to which a page is expanded again for every four of them; with more, once."""
 
 _ITEMS = 64
-_PAGES_PER_ITEM = 4
+_QUADS_PER_ITEM = 4
 _WORTH_SHARING = 8_000_000  # multiplications, about a quarter of a millisecond
 
 
@@ -44,7 +45,7 @@ def _places(layouts: tuple[Layout, ...], dtype: str, rows: int) -> NDArray[np.in
     for place, layout in zip(table, layouts, strict=True):
         k, v = (dtype if bits == 16 else str(bits) for bits in (layout.bits_k, layout.bits_v))
         place[cpu_page.RECORD] = layout.nbytes
-        place[cpu_page.K_CODES], place[cpu_page.V_CODES] = layout.k_codes, layout.v_codes
+        place[cpu_page.V_CODES] = layout.v_codes
         place[cpu_page.K_STEPS] = layout.k_steps if layout.bits_k < 16 else -1
         place[cpu_page.V_STEPS] = layout.v_steps if layout.bits_v < 16 else -1
         place[cpu_page.POSITIONS] = layout.positions
@@ -61,13 +62,13 @@ class _CpuCall(NamedTuple):
 
     queries: NDArray[np.float32]  # (batch, seqlen_q, num_heads_q, head_dim)
     frame: tuple[NDArray[np.float32], NDArray[np.float32]]  # mean and scales of keys, (pairs, head_dim)
-    table: tuple[NDArray[Any], ...]  # rung, count, index (pairs, pages); num_pages (pairs,)
-    base: NDArray[np.uint16]  # (pairs, pages), or (pairs, 0) without a window
+    table: tuple[NDArray[Any], ...]  # rung, count, index (pairs, entries); num_pages (pairs,)
+    base: NDArray[np.uint16]  # (pairs, entries), or (pairs, 0) without a window
     lowest: NDArray[np.int64]  # (batch, seqlen_q): the first position that a query token sees
     rotation: tuple[int, np.float32]
     scale: float
     softcap: np.float32
-    kept: NDArray[np.float32]  # (pairs, pages, kept rows, 64), to be filled
+    kept: NDArray[np.float32]  # (pairs, quads, kept rows, 64), to be filled
     kept_from: int
     alone: bool
 
@@ -101,10 +102,10 @@ class _CpuCall(NamedTuple):
         token = np.minimum(np.arange(math.prod(shape)) // max(group, 1), seqlen_q - 1)
         return np.repeat(self.lowest[:, token], pairs // max(batch, 1), axis=0).reshape(pairs, *shape)
 
-    def splits(self, items: int, most: int, pages_each: int) -> int:
-        """Into how many ranges to cut the pages of a row, so that there are about `most` items of work."""
-        used = int(self.table[3].max(initial=0))  # the table of a loaded cache is shorter
-        return max(1, min(-(-most // max(items, 1)), used // pages_each))
+    def splits(self, items: int, most: int, quads_each: int) -> int:
+        """Into how many ranges to cut the quads of a row, so that there are about `most` items of work."""
+        used = int(self.table[3].max(initial=0)) // QUAD  # the table of a loaded cache is shorter
+        return max(1, min(-(-most // max(items, 1)), used // quads_each))
 
 
 def attend(
@@ -114,7 +115,8 @@ def attend(
     view = to_numpy_view(q, "q")
     batch, seqlen_q, heads, _ = view.shape
     out, lse = np.empty(view.shape, np.float32), np.empty((batch, heads, seqlen_q), np.float32)
-    scores = np.empty((batch, heads // group, pages.rung.shape[2], keep_scores * group, 64), np.float32)
+    quads = pages.rung.shape[2] // QUAD
+    scores = np.empty((batch, heads // group, quads, keep_scores * group, QUAD * TOKENS_PER_PAGE), np.float32)
     attend_into(out, lse, scores, view, pages, group, scale, softcap, window)
     return PackedAttention(
         like_first(out.astype(view.dtype, copy=False), q),
@@ -162,9 +164,9 @@ def attend_into(
         rotation=(block, np.float32(1 / math.sqrt(block))),
         scale=scale,
         softcap=np.float32(softcap),
-        kept=scores.reshape(pairs, entries, keep_scores * group, 64),
+        kept=scores.reshape(pairs, *scores.shape[2:]),
         kept_from=(seqlen_q - keep_scores) * group,
-        alone=2 * 64 * int(num_pages.sum()) * query_rows * head_dim < _WORTH_SHARING,
+        alone=2 * TOKENS_PER_PAGE * int(num_pages.sum()) * query_rows * head_dim < _WORTH_SHARING,
     )
     attend_rows = _attend_few_rows if query_rows <= FEW_ROWS else _attend_many_rows
     parts = attend_rows(call, pages, pairs, query_rows)
@@ -186,7 +188,7 @@ def _attend_few_rows(call: _CpuCall, pages: Pages, pairs: int, query_rows: int) 
     bias, lowest = np.empty((pairs, blocks, rows), np.float32), call.lowest_of_rows(pairs, blocks, rows)
     unit = np.float32(call.scale if call.softcap else call.scale * kernels.LOG2_E)
     kernels.lay_out_queries(call.queries, unit, call.frame, *call.rotation, coded, raw, bias)
-    splits = call.splits(pairs * blocks, _ITEMS, _PAGES_PER_ITEM)
+    splits = call.splits(pairs * blocks, _ITEMS, _QUADS_PER_ITEM)
     parts = np.empty((2, pairs, blocks, splits, rows, head_dim), np.float32)
     row_max, row_sum = np.empty((2, pairs, blocks, splits, rows), np.float32)
     share(
@@ -207,8 +209,8 @@ def _attend_many_rows(call: _CpuCall, pages: Pages, pairs: int, query_rows: int)
     coded, raw = np.empty((2, pairs, panels, (head_dim + 1) * kernels.PANEL), np.float32)
     lowest = call.lowest_of_rows(pairs, panels, kernels.PANEL)
     kernels.lay_out_panels(call.queries, np.float32(call.scale), call.frame, *call.rotation, coded, raw)
-    # Two parts for each range of pages: those with coded values and those with raw ones.
-    shape = (pairs, blocks, 2 * call.splits(pairs * blocks, _ITEMS // 4, 4 * _PAGES_PER_ITEM), rows)
+    # Two parts for each range of quads: those with coded values and those with raw ones.
+    shape = (pairs, blocks, 2 * call.splits(pairs * blocks, _ITEMS // 4, 4 * _QUADS_PER_ITEM), rows)
     parts, (row_max, row_sum) = np.zeros((2, *shape, head_dim), np.float32), np.empty((2, *shape), np.float32)
     share(
         kernels.attend_rows, np.zeros(1, np.int64), (coded, raw, lowest), call.places_table, places,
@@ -222,13 +224,13 @@ def mass(scores: ArrayT, lse: Array, pages: Pages, group: int) -> ArrayT:
     from kvlab.numba_kernels.cpu.packed_merge import sum_mass
 
     kept, total = to_numpy_view(scores, "scores"), to_numpy_view(lse, "lse")
-    batch, kv_heads, entries, rows, _ = kept.shape
+    batch, kv_heads, quads, rows, slots = kept.shape
     pairs = batch * kv_heads
     last = np.ascontiguousarray(total[..., total.shape[2] - rows // group :])
-    mass = np.empty((pairs, entries, 64), np.float32)
-    count = np.ascontiguousarray(pages.count).reshape(pairs, entries)
+    mass = np.empty((pairs, quads, slots), np.float32)
+    count = np.ascontiguousarray(pages.count).reshape(pairs, quads, QUAD)
     num_pages = np.ascontiguousarray(pages.num_pages).reshape(pairs)
-    flat = np.ascontiguousarray(kept).reshape(pairs, entries, rows, 64)
+    flat = np.ascontiguousarray(kept).reshape(pairs, quads, rows, slots)
     alone = flat.size < _WORTH_SHARING // 16
     share(sum_mass, np.zeros(1, np.int64), flat, last, count, num_pages, group, mass, alone=alone)
-    return like_first(mass.reshape(batch, kv_heads, entries, 64), scores)
+    return like_first(mass.reshape(batch, kv_heads, QUAD * quads, TOKENS_PER_PAGE), scores)

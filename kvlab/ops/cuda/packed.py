@@ -22,24 +22,36 @@ from kvlab.jit.launch import Kernel, PreparedLaunch, cuda_kernel
 from kvlab.jit.structs import ADDRESS, Struct
 from kvlab.ops.device_arrays import dense_pointer, multiprocessors, shared_memory_per_block
 from kvlab.ops.packed_gpu import MAX_RUNGS, allocate_and_attend
+from kvlab.pages import QUAD
 
 if TYPE_CHECKING:
     from kvlab.ops.packed import Layout, Pages, Window
 
 __all__ = [
-    "KEPT_ROW_BYTES", "AttendCall", "Workspace", "attend", "check_capability", "kept_page_bytes",
+    "KEPT_ROW_BYTES", "AttendCall", "Workspace", "attend", "check_capability", "kept_quad_bytes",
     "make_workspace", "most_query_tokens",
 ]  # fmt: skip
 
 KEPT_ROW_BYTES = 64 + 4
-"""Of a row of a page, kept as bytes: a code for each slot, and what they are relative to."""
+"""Of a row of a quad, kept as bytes: a code for each slot, and what they are relative to."""
 
 _ROWS = 8  # query rows of a sequence of the kernel: the columns of its matrix products
 _INT8_ROWS, _INT8_WIDTHS, _INT8_HEAD_DIMS = 4, {2, 3, 4, 8}, (64, 96, 128)  # of 8-bit integer products
-_MERGE_ROWS, _MAX_STAGES = 4, 8
-_SHIFT = 64  # where an item may begin in its slot; items are multiples of as much
+_MERGE_ROWS, _ENOUGH_STAGES, _MAX_STAGES = 4, 3, 6
+_SHIFT = 112  # how far a page may be from the place in its slot where it has room
 _FLAG = {2: 1, 3: 2, 4: 4, 8: 8, 16: 16}
-_INTEGERS = ("pairs", "heads_kv", "entries", "num_rungs", "rows", "group", "kept", "slot_bytes", "stages")
+_INTEGERS = (
+    "pairs",
+    "heads_kv",
+    "entries",
+    "num_rungs",
+    "rows",
+    "group",
+    "kept",
+    "slot_bytes",
+    "stages",
+    "merge_rows",
+)
 _TABLES = ("rung", "count", "index", "num_pages", "k_mean", "k_shift")
 _RUNG = Struct(pool=ADDRESS, record="I", bits_k="H", bits_v="H")
 _CALL = Struct(
@@ -96,12 +108,12 @@ def most_query_tokens(pages: int, group: int, device: int) -> int:
 
     `pages` are the entries of the page tables of all (row, KV head) pairs.
     """
-    blocks = ((1 << 32) - 1) // max(pages * multiprocessors(device), 1)  # of _ROWS query rows
+    blocks = ((1 << 32) - 1) // max(pages // QUAD * multiprocessors(device), 1)  # of _ROWS query rows
     return blocks * _ROWS // group
 
 
-def kept_page_bytes(rows: int) -> int:
-    """Return the bytes that the scores of so many query rows of a KV head take for each page, kept as bytes.
+def kept_quad_bytes(rows: int) -> int:
+    """Return the bytes that the scores of so many query rows of a KV head take for each quad, kept as bytes.
 
     `kvlab.reference.packed.scores_of_bytes` reads them.
     """
@@ -126,18 +138,16 @@ class _Plan:
     warps: int
     slot_bytes: int
     stages: int
+    merge_rows: int
     shared_bytes: int
 
 
 def item_bytes(layout: Layout) -> int:
-    """Return the most bytes of a page that the kernel copies at once: all, K or V, or half of K or V."""
-    sides = [8 * layout.head_dim * bits + 64 * (bits < 16) for bits in (layout.bits_k, layout.bits_v)]
+    """Return the most shared memory that an item of the ring takes: a quad, K or V, or half of K or V."""
     if layout.bits_k + layout.bits_v <= 8:
-        return sum(sides)
-    return max(
-        size // 2 if bits == 16 else size
-        for size, bits in zip(sides, (layout.bits_k, layout.bits_v), strict=True)
-    )
+        return QUAD * (layout.positions + _SHIFT)
+    sides = (layout.bits_k, layout.v_codes), (layout.bits_v, layout.positions - layout.v_codes)
+    return max(QUAD // (2 if bits == 16 else 1) * (size + _SHIFT) for bits, size in sides)
 
 
 @lru_cache(maxsize=256)
@@ -153,7 +163,6 @@ def _plan(
 ) -> _Plan:
     head_dim = layouts[0].head_dim
     widths = [sum({_FLAG[getattr(layout, side)] for layout in layouts}) for side in ("bits_k", "bits_v")]
-    slot = max(map(item_bytes, layouts)) + _SHIFT
     capability = check_capability(device)
     # 12 warps leave 168 registers a thread, too few for larger heads, for windows, and for all widths beyond
     # sm_90. Raw pages take few instructions, and the ring is deeper with 8.
@@ -169,16 +178,19 @@ def _plan(
         "INT8_MMA": int8_mma,
     }  # fmt: skip
     kernel = cuda_kernel("packed/packed_attention", None, tuple(macros.items()), device)
-    merge = 4 * warps * min(rows, _MERGE_ROWS) * (head_dim + 2)
-    free = shared_memory_per_block(device) - kernel.resources.shared_bytes - merge
-    stages = min(_MAX_STAGES, free // (warps * slot))
+    slot, row, merged = max(map(item_bytes, layouts)), 4 * warps * (head_dim + 2), min(rows, _MERGE_ROWS)
+    free = shared_memory_per_block(device) - kernel.resources.shared_bytes
+    stages, merge_rows = max(
+        ((min(_MAX_STAGES, (free - row * count) // (warps * slot)), count) for count in range(1, merged + 1)),
+        key=lambda chosen: (min(chosen[0], _ENOUGH_STAGES), chosen[1]),
+    )
     if stages < 1:
         raise NotImplementedError(
-            f"packed_attention needs {merge + warps * slot} bytes of shared memory a block for head_dim "
-            f"{head_dim} and these widths; device {device} has {free + merge}. Use narrower pages"
+            f"packed_attention needs {row + warps * slot} bytes of shared memory a block for head_dim "
+            f"{head_dim} and these widths; device {device} has {free}. Use narrower pages"
         )
-    ring = warps * stages * slot
-    return _Plan(kernel, multiprocessors(device), warps, slot, stages, ring + merge)
+    shared_bytes = warps * stages * slot + row * merge_rows
+    return _Plan(kernel, multiprocessors(device), warps, slot, stages, merge_rows, shared_bytes)
 
 
 def attend(
@@ -209,9 +221,9 @@ def attend(
     scale, softcap : float
         As in `kvlab.ops.packed.packed_attention`.
     scores : array, optional
-        Receives the scores of the last rows; contiguous. float32 (batch, num_heads_kv, entries, keep_scores *
-        group, 64), or what `kvlab.cache.score.score_stored` reads: uint8 (batch, num_heads_kv, entries,
-        kept_page_bytes(keep_scores * group)).
+        Receives the scores of the last rows; contiguous. float32 (batch, num_heads_kv, entries / 4,
+        keep_scores * group, 64), or what `kvlab.cache.score.score_stored` reads: uint8 (batch, num_heads_kv,
+        entries / 4, kept_quad_bytes(keep_scores * group)).
     window : Window, optional
         How far queries see back; its positions are read on the device, contiguous. `pages` has `base` then.
     warps : int
@@ -279,7 +291,7 @@ class AttendCall:
             given_as = _GIVEN_AS.get(name, f"pages.{name}")
             call[name] = dense_pointer(cuda_view(array, given_as), given_as)
         tables = (batch * kv_heads, kv_heads, entries, len(layouts))
-        numbers = (*tables, rows, group, kept, plan.slot_bytes, plan.stages)
+        numbers = (*tables, rows, group, kept, plan.slot_bytes, plan.stages, plan.merge_rows)
         for name, value in zip(_INTEGERS, numbers, strict=True):
             call[name] = value
         call["scale"], call["softcap"] = scale, softcap

@@ -9,16 +9,17 @@ from kvlab.jit.launch import Kernel, cuda_kernel
 from kvlab.jit.structs import ADDRESS, Struct
 from kvlab.ops.device_arrays import contiguous, dense_pointer
 from kvlab.ops.device_arrays import launch as launch_on_device
+from kvlab.pages import QUAD, TOKENS_PER_PAGE
 
 if TYPE_CHECKING:
     from kvlab.ops.packed import Pages
 
 __all__ = ["KEPT", "launch", "score_kernel"]
 
-_KEPT = Struct(scores=ADDRESS, lse=ADDRESS, group="i", positions="i", seqlen="i", entries="i")
+_KEPT = Struct(scores=ADDRESS, lse=ADDRESS, group="i", positions="i", seqlen="i", quads="i")
 KEPT = _KEPT.dtype
 """`Kept` of plan/score.cu."""
-_THREADS, _PAGES = 256, 16  # of a block
+_THREADS, _QUADS = 256, 16  # of a block
 
 
 def score_kernel(entry: str, device: int, head_dim: int = 128, dtype: str = "bfloat16") -> Kernel:
@@ -29,18 +30,18 @@ def score_kernel(entry: str, device: int, head_dim: int = 128, dtype: str = "bfl
 
 def launch(scores: ArrayT, lse: Array, pages: Pages, group: int) -> ArrayT:
     """Launcher of backend "cuda" for `kvlab.ops.packed.mass_from_scores`."""
-    batch, heads, entries, rows, slots = scores.shape  # type: ignore[attr-defined]
+    batch, heads, quads, rows, _ = scores.shape  # type: ignore[attr-defined]
     scores, lse = contiguous(scores, "scores"), contiguous(lse, "lse")
-    mass = empty((batch, heads, entries, slots), "float32", scores)
+    mass = empty((batch, heads, QUAD * quads, TOKENS_PER_PAGE), "float32", scores)
     kept = _KEPT.pack(
         scores=dense_pointer(cuda_view(scores, "scores"), "scores"),
         lse=dense_pointer(cuda_view(lse, "lse"), "lse"),
         group=group,
         positions=rows // group,
         seqlen=lse.shape[-1],  # type: ignore[attr-defined]
-        entries=entries,
+        quads=quads,
     )
-    grid = -(-entries // _PAGES), batch * heads
+    grid = -(-quads // _QUADS), batch * heads
     names = {"pages.count": pages.count, "pages.num_pages": pages.num_pages, "mass": mass}
     pointers = [dense_pointer(cuda_view(x, name), name) for name, x in names.items()]
     kernel = score_kernel("mass_of_scores", cuda_view(mass, "mass").device)

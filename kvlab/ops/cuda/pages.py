@@ -44,9 +44,9 @@ __all__ = [
     "write_tokens",
 ]
 
-UNIT = 64
+UNIT = 16
 """Bytes that the `index` of the page table counts."""
-OPEN_PAGES = WAITING_PAGES = 2
+OPEN_PAGES, WAITING_PAGES = 2, 8
 RUNGS = 16
 
 _RUNG = np.dtype([("record", "u4"), ("per_slab", "u4"), ("bits_k", "u2"), ("bits_v", "u2"), ("tail", "u4")])
@@ -113,10 +113,10 @@ _ROWS = np.dtype(
 _FRESH, _QUERY, _STORED = (_APPEND.fields[name][1] for name in ("fresh", "q", "has_stored"))  # type: ignore[index]
 _WRITE_FRESH, _WRITE_QUERY = struct.Struct("4Q6q").pack_into, struct.Struct("3Q3q").pack_into
 _WRITE_STORED = struct.Struct("i").pack_into
-_THREADS, _SIDE_THREADS, _APPEND_THREADS, _FREEZE_THREADS, _TABLE_THREADS = 256, 128, 512, 512, 1024
+_THREADS, _WRITE_THREADS, _APPEND_THREADS, _FREEZE_THREADS, _TABLE_THREADS = 256, 128, 512, 512, 1024
 _BLOCKS = 36  # a multiprocessor, of all layers together: whole waves of 2, 3 or 4 at a time
 _FEW_BLOCKS = 8  # where most lists are empty or short
-_MANY_PAGES = 1024  # from which on a warp writes a page by itself
+_MANY_PAGES = 4096  # from which on a warp writes four at a time
 
 
 def new_tokens(
@@ -211,18 +211,19 @@ def write_tokens(
     if groups * layers >= _MANY_PAGES and _can_prefill(fresh):
         kernel = _kernel("pages/prefill", "write_prefill", head_dim, dtype, device)
         row = -(-2 * head_dim // 128) * 128
-        each = -(-(29 * head_dim + 16 * row + 1728) // 128) * 128  # WarpSpace in pages/prefill.cu
+        each = -(-(5 * head_dim + TOKENS_PER_PAGE * row + 1904) // 128) * 128  # WarpSpace in pages/prefill.cu
         most = 8 if head_dim > 128 else {9: 20, 12: 12}.get(compute_capability(device)[0], 16)  # WARPS there
         free = shared_memory_per_block(device) - kernel.resources.shared_bytes
         warps = min(most, free // each)
-        grid = _grid(-(-groups // warps), layers, multiprocessors(device))
+        grid = _grid(-(-groups // (4 * warps)), layers, multiprocessors(device))
         kernel(grid, (32 * warps,), (states, lists, fresh), warps * each, stream)
         return
     kernel = _kernel("pages/write", "write_tokens", head_dim, dtype, device)
     blocks = _BLOCKS if fresh["k"] else _FEW_BLOCKS
-    grid = _grid(groups, layers, blocks * multiprocessors(device))
-    shared = 2 * TOKENS_PER_PAGE * (2 * head_dim + 16)  # rows of a page and of the next
-    kernel((*grid, 2), (_SIDE_THREADS,), (states, lists, fresh), shared, stream)
+    warps = _WRITE_THREADS // 32
+    grid = _grid(-(-groups // warps), layers, blocks * multiprocessors(device))
+    shared = warps * (78 * head_dim + 1728)  # WarpSpace in pages/sources.cuh
+    kernel((*grid, 2), (_WRITE_THREADS,), (states, lists, fresh), shared, stream)
 
 
 def _can_prefill(fresh: Any) -> bool:
@@ -245,7 +246,7 @@ def copy_pages(
 ) -> None:
     """Carry out the page copies of `layers` lists of at most `copies` each."""
     kernel = _kernel("pages/write", "copy_pages", head_dim, dtype, device)
-    grid = _grid(copies, layers, _FEW_BLOCKS * multiprocessors(device))
+    grid = _grid(-(-copies // 8), layers, _FEW_BLOCKS * multiprocessors(device))  # 8 warps, a page each
     kernel(grid, (_THREADS,), (states, lists), 0, stream)
 
 

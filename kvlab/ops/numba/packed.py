@@ -8,6 +8,7 @@ for float32 caches, and for reading; `kvlab.ops.cuda.packed` is the one for spee
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -52,7 +53,7 @@ def make_workspace(like: Any, pairs: int, query_rows: int, head_dim: int) -> Wor
 
 
 def rows_at_once(query_rows: int, head_dim: int) -> int:
-    """Return how many query rows one expansion of a page serves: what registers hold, a power of two."""
+    """Return how many query rows one expansion of a quad serves: what registers hold, a power of two."""
     most = _MAX_ROWS if head_dim <= 128 else _MAX_ROWS // 2
     return min(1 << max(query_rows - 1, 0).bit_length(), most)
 
@@ -104,9 +105,9 @@ def _kernels(
     return attend_kernel, merge_kernel, blocks * multiprocessors(device)
 
 
-def shares_of(sequences: int, entries: int, slots: int) -> int:
-    """Return how many blocks share a sequence: they fill the device once, and have a page a warp at least."""
-    return max(1, min(slots // max(sequences, 1), -(-entries // _WARPS)))
+def shares_of(sequences: int, quads: int, slots: int) -> int:
+    """Return how many blocks share a sequence: they fill the device once, and have a quad a warp at least."""
+    return max(1, min(slots // max(sequences, 1), -(-quads // _WARPS)))
 
 
 def table_arguments(layouts: tuple[Layout, ...], pools: list[int]) -> tuple[list[Any], np.int64, np.int64]:
@@ -151,20 +152,21 @@ def attend(
     q : array, (batch, seqlen_q, num_heads_q, head_dim)
         Of the dtype of the cache; the last axis contiguous.
     pages : Pages
-        On the device of `q`; `k_mean` is float16, `k_shift` uint8. Tables contiguous.
+        On the device of `q`; `k_mean` is float16, `k_shift` uint8. Tables contiguous,
+        `count` at a multiple of 4 bytes.
     out : array, shape and dtype of `q`, contiguous
     lse : float32 array, (batch, num_heads_q, seqlen_q), contiguous
     workspace : Workspace
         From `make_workspace` for at least this many sequences.
     scale, softcap : float
         As in `kvlab.ops.packed.packed_attention`.
-    scores : float32 array, (batch, num_heads_kv, entries, keep_scores * group, 64), contiguous, optional
+    scores : float32 array, (batch, num_heads_kv, entries / 4, keep_scores * group, 64), contiguous, optional
         Receives the scores of the last rows.
     window : Window, optional
         How far the queries see; `first` contiguous, and `pages` with `base`. None: everything.
     """
     batch, seqlen_q, heads, head_dim = q.shape
-    kv_heads, entries = pages.rung.shape[1:]
+    kv_heads, quads = pages.rung.shape[1], pages.rung.shape[2] // 4
     group = heads // kv_heads
     query_rows, view = seqlen_q * group, cuda_view(q, "q")
     if view.strides[3] != 1:
@@ -180,8 +182,13 @@ def attend(
         layouts, pages.dtype, query_rows, softcap > 0, kept > 0, window is not None, view.device
     )
     row_blocks = _row_blocks(query_rows, head_dim)
-    shares = shares_of(batch * kv_heads * row_blocks, entries, slots)
-    pools = [cuda_view(pool, "pages.pools").pointer for pool in pages.pools]
+    shares = shares_of(batch * kv_heads * row_blocks, quads, slots)
+    views = [cuda_view(pool, "pages.pools") for pool in pages.pools]
+    if max(math.prod(view.shape) for view in views) > 1 << 36:
+        raise NotImplementedError(
+            "a pool of more than 64 GiB is more than the kernel can address: use fewer rows"
+        )
+    pools = [view.pointer for view in views]
     places, bits_k, bits_v = table_arguments(layouts, pools)
     tables = [
         cuda_view(getattr(pages, name), f"pages.{name}").pointer
@@ -196,9 +203,9 @@ def attend(
     stream = current_stream(q)
     attend_parts(
         (row_blocks * shares, kv_heads, batch), (32 * _WARPS,),
-        (pools[0], *places, np.int32(getattr(pages, "unit", 0) // 4), bits_k, bits_v, *tables,
+        (pools[0], *places, np.int32(getattr(pages, "unit", 0) // 16), bits_k, bits_v, *tables,
          view.pointer, *map(np.int64, view.strides[:3]), partial, kept_scores,
-         *map(np.int32, (shares, entries, query_rows, group, kept)), np.float32(scale), np.float32(softcap),
+         *map(np.int32, (shares, quads, query_rows, group, kept)), np.float32(scale), np.float32(softcap),
          base, first, np.int32(left)),
         0, stream,
     )  # fmt: skip

@@ -8,6 +8,7 @@ import numpy as np
 
 from kvlab.arrays import Array, ArrayT, like_first, to_numpy_view
 from kvlab.ops.packed import PackedAttention, Pages, Window
+from kvlab.pages import TOKENS_PER_PAGE
 from kvlab.reference import packed as reference
 
 __all__ = ["attend", "mass"]
@@ -33,7 +34,7 @@ def attend(
 
 def mass(scores: ArrayT, lse: Array, pages: Pages, group: int) -> ArrayT:
     """Launcher of backend "reference" for `kvlab.ops.packed.mass_from_scores`."""
-    entries = np.arange(pages.rung.shape[2])[:, None]
-    used = (entries < pages.num_pages[..., None, None]) & (np.arange(64) < pages.count[..., None])
+    entry, slot = np.arange(pages.rung.shape[2])[:, None], np.arange(TOKENS_PER_PAGE)
+    used = (entry < pages.num_pages[..., None, None]) & (slot < pages.count[..., None])
     mass = reference.mass_from_scores(to_numpy_view(scores, "scores"), to_numpy_view(lse, "lse"))
     return like_first(np.where(used, mass, 0).astype(np.float32), scores)

@@ -20,7 +20,7 @@ from kvlab.ops.packed import packed_attention
 from kvlab.pages import encode_importance
 from tests.cache.host.cases import DIM, GROUP, HEADS, LAYERS, check_state, draw, make, step
 from tests.cache.host.noted import Kernels
-from tests.held import pages_of, positions, tokens_in
+from tests.held import entries_with_tokens, pages_of, positions, tokens_in
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_importance_as_a_function(kernels: Kernels, allocator: str) -> None:
     assert [call for call in calls if not call[0]] == stored
     check_state(cache, [range(114), [*range(17, 114)]])
     for pages in pages_of(cache):
-        for at in np.argwhere(np.arange(pages.rung.shape[2]) < pages.num_pages[..., None]):
+        for at in entries_with_tokens(pages):
             place = tuple(at)
             layout, count = pages.layouts[pages.rung[place]], int(pages.count[place])
             pool, index = pages.pools[pages.rung[place]], pages.index[place]
@@ -230,6 +230,7 @@ def test_an_empty_batch_has_no_moves(kernels: Kernels, monkeypatch: pytest.Monke
     monkeypatch.setattr(plan, "empty", lambda shape, *_: np.full(shape, 255, np.uint8))
     monkeypatch.setattr(plan, "to_device", lambda host, like: np.array(host))
     monkeypatch.setattr(plan, "cuda_view", kernels.view)
+    monkeypatch.setattr(plan, "shared_memory_per_block", lambda device: 99 << 10)
     shape = plan.PlanShape(0, HEADS, 16, num_rungs=3, evicts=False, segments=1, new_tokens=20)
     workspace = plan.make_workspace(np.empty(0), shape, LAYERS, most_new_pages=4, most_dropped=1)
     start, numbers = workspace.memory.ctypes.data, workspace.memory.view(np.int32)

@@ -68,12 +68,12 @@ def test_waiting_tokens_are_counted_and_exact(kernels: Kernels) -> None:
     cache, rng = make(batch=1), np.random.default_rng(2)
     step(cache, rng, 40)
     device = cache._runner._device
-    page = device.store.widest.nbytes + 8 + 2 * DIM  # with half of the sums of queries
-    assert cache.nbytes == LAYERS * (2 * HEADS * page + HEADS * (4 + 3 * DIM))
+    page = device.store.widest.nbytes + 8 + DIM // 2  # with an eighth of the sums of queries
+    assert cache.nbytes == LAYERS * (8 * HEADS * page + HEADS * (4 + 3 * DIM))
     assert sum(int(pages.sum()) for pages in cache.allocation().values()) == 0
     step(cache, rng, 30)
     assert sum(int(pages.sum()) for pages in cache.allocation().values()) > 0
-    assert cache.nbytes < LAYERS * 2 * HEADS * page
+    assert cache.nbytes < LAYERS * 8 * HEADS * page
 
 
 def test_graphs_tell_waiting_steps_from_others(kernels: Kernels) -> None:

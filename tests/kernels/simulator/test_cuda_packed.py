@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import defaultdict
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from numpy.typing import NDArray
 from kvlab.arrays import CudaView, dtype_name, numpy_dtype
 from kvlab.ops.numba import packed as packed_numba
 from kvlab.ops.packed import Window
+from kvlab.pages import QUAD, new_pool
 from kvlab.reference import packed as reference
 from kvlab.reference.pages import bit_address
 from tests.compare import assert_accurate, ulp
@@ -119,8 +121,11 @@ class Gpu:
         return SimulatedKernel(made, self.at), SimulatedKernel(merging, self.at), slots
 
 
-def simulate(case: PackedCase, multiprocessors: int = 1) -> Any:
-    """Call the launcher of backend "numba" on a GPU of so many multiprocessors."""
+def simulate(case: PackedCase, multiprocessors: int = 1, *, in_units: bool = False) -> Any:
+    """Call the launcher of backend "numba" on a GPU of so many multiprocessors.
+
+    `in_units`: as in a cache, all pools are one memory, of which `index` counts units of 16 bytes.
+    """
     gpu = Gpu(multiprocessors)
     group = case.q.shape[2] // case.pages.rung.shape[1]
     options = dict(case.options)
@@ -136,7 +141,13 @@ def simulate(case: PackedCase, multiprocessors: int = 1) -> Any:
         for start, pool in zip(starts, case.pages.pools, strict=False)
     ]
     gpu.at[memory.ctypes.data] = memory
-    pages = dataclasses.replace(case.pages, pools=tuple(pools))
+    pages: Any = dataclasses.replace(case.pages, pools=tuple(pools))
+    if in_units:
+        rung = np.minimum(pages.rung, len(pools) - 1)
+        first, each = starts[rung] // 16, np.array([pool.shape[1] // 16 for pool in pools])[rung]
+        index = np.where(pages.count > 0, first + each * pages.index, 2**32 - 1).astype(np.uint32)
+        one_memory = {"pools": [memory] * len(pools), "index": index, "unit": 16}
+        pages = SimpleNamespace(**(vars(pages) | one_memory))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packed_numba, "cuda_view", gpu.view)
         patch.setattr(packed_numba, "current_stream", lambda q: 0)
@@ -149,7 +160,7 @@ def simulate(case: PackedCase, multiprocessors: int = 1) -> Any:
 
 def case_of(
     rungs: tuple[tuple[int, int], ...],
-    num_pages: list[list[int]],
+    quads: list[list[int]],
     *,
     head_dim: int = 16,
     dtype: str = "float32",
@@ -158,21 +169,21 @@ def case_of(
     **options: Any,
 ) -> PackedCase:
     rng = np.random.default_rng(head_dim + len(rungs) + seqlen_q + group)
-    pages = make_pages(rng, rungs, head_dim, dtype, np.array(num_pages), counts=(1, 37, 63, 64, 0, 64))
-    shape = (len(num_pages), seqlen_q, len(num_pages[0]) * group, head_dim)
+    pages = make_pages(rng, rungs, head_dim, dtype, np.array(quads))
+    shape = (len(quads), seqlen_q, len(quads[0]) * group, head_dim)
     q = random_floats(rng, shape, numpy_dtype(dtype), (-4, 1))
     return PackedCase(q, pages, {"scale": None, "softcap": 0.0, "keep_scores": 0} | options)
 
 
-def assert_right(case: PackedCase, multiprocessors: int = 1) -> None:
-    result = simulate(case, multiprocessors)
+def assert_right(case: PackedCase, multiprocessors: int = 1, *, in_units: bool = False) -> None:
+    result = simulate(case, multiprocessors, in_units=in_units)
     expected, expected_lse, scores = reference.packed_attention(case.q, case.pages, **case.options)
     low_out, low_lse = low_precision(case)
     assert_accurate(result.out, expected, low_out)
     assert_accurate(result.lse, expected_lse, low_lse, "lse")
     assert (result.scores is None) == (case.options["keep_scores"] == 0)
     if result.scores is not None:
-        used = (np.arange(scores.shape[2]) < case.pages.num_pages[..., None])[..., None, None]
+        used = (np.arange(scores.shape[2]) < case.pages.num_pages[..., None] // QUAD)[..., None, None]
         close = max(1e-5, ulp(1, case.q.dtype) / 2)
         assert (np.isclose(result.scores, scores, rtol=close, atol=close) | ~used).all()
 
@@ -180,14 +191,18 @@ def assert_right(case: PackedCase, multiprocessors: int = 1) -> None:
 @pytest.mark.parametrize("bits", [2, 3, 4, 8, 16])
 @pytest.mark.parametrize("head_dim", [16, 64, 80])
 def test_one_width(bits: int, head_dim: int) -> None:
-    """At 64 the tiles that share words lie side by side, at 16 and 80 they go over to the next tokens."""
-    assert_right(case_of(((bits, bits),), [[1 if head_dim > 16 else 3]], head_dim=head_dim))
+    """At 16 and 80 the last tile has a word of its own at 2 and 3 bits."""
+    assert_right(case_of(((bits, bits),), [[2]], head_dim=head_dim))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_all_widths_ragged_rows_and_several_queries(dtype: str) -> None:
     options = {"seqlen_q": 2, "group": 3, "keep_scores": 1, "softcap": 2.0}
     assert_right(case_of(SAME_WIDTHS, [[4, 0], [2, 1]], dtype=dtype, **options), multiprocessors=2)
+
+
+def test_pages_of_a_cache() -> None:
+    assert_right(case_of(((2, 3), (16, 4), (8, 8)), [[3, 1]], dtype="float16"), in_units=True)
 
 
 def test_a_window() -> None:
@@ -199,17 +214,20 @@ def test_a_window() -> None:
     assert_right(case)
 
 
-def test_a_page_that_no_row_sees_may_hold_anything() -> None:
-    window = {"window": (20, 0), "first_position": np.array([150], np.int32)}
-    case = case_of(((4, 2),), [[3]], dtype="float16", **window)
-    (layout,), (pool,), pages = case.pages.layouts, case.pages.pools, case.pages.index[0, 0, :3]
-    case.pages.count[...], case.pages.base[...] = 64, 0
-    for entry, page in enumerate(pages):
-        pool[page], positions = pool[pages[0]], layout.positions_in(pool)[page]
-        positions[:] = 64 * entry + np.arange(64)
+@pytest.mark.parametrize("rung", [(4, 2), (16, 16)])
+def test_a_page_that_no_row_sees_may_hold_anything(rung: tuple[int, int]) -> None:
+    """Of the first quad no page is seen, of the second the last two; the others are NaN."""
+    window = {"window": (20, 0), "first_position": np.array([130], np.int32), "keep_scores": 1}
+    case = case_of((rung,), [[2]], dtype="float16", **window)
+    full = case.pages.index[0, 0, np.argmax(case.pages.count[0, 0] == 16)]
+    layout, pool = case.pages.layouts[0], new_pool(8, case.pages.layouts[0])
+    case.pages.count[..., :8], case.pages.base[...], case.pages.index[0, 0, :8] = 16, 0, np.arange(8)
+    pool[...] = case.pages.pools[0][full]
+    layout.positions_in(pool)[...] = np.arange(128).reshape(8, 16)
+    case = dataclasses.replace(case, pages=dataclasses.replace(case.pages, pools=(pool,)))
     expected, expected_lse, _ = reference.packed_attention(case.q, case.pages, **case.options)
     low_out, low_lse = low_precision(case)
-    pool[pages[:2], : layout.positions] = 0xFF  # NaN
+    pool[:6, : layout.positions] = 0xFF  # NaN
     result = simulate(case)
     assert_accurate(result.out, expected, low_out)
     assert_accurate(result.lse, expected_lse, low_lse, "lse")
@@ -236,7 +254,7 @@ def test_the_comparison_rejects_what_mistakes_would_give() -> None:
     expected, _, _ = reference.packed_attention(case.q, case.pages)
     low, _ = low_precision(case)
     mistakes = wrong_pages(case.pages)
-    for name in ("last page missed", "codes of K one lane off", "codes of V one word off"):
+    for name in ("last quad missed", "codes of K one lane off", "codes of V one lane off"):
         wrong = simulate(dataclasses.replace(case, pages=mistakes[name])).out
         with pytest.raises(AssertionError, match="out: "):
             assert_accurate(np.nan_to_num(wrong), expected, low)
@@ -245,7 +263,7 @@ def test_the_comparison_rejects_what_mistakes_would_give() -> None:
 def test_nan_of_a_live_token_shows_in_its_head_alone() -> None:
     case = case_of(((4, 4),), [[2, 2]])
     layout, pages = case.pages.layouts[0], case.pages
-    live = next(p for p in range(2) if pages.count[0, 1, p])
+    live = next(p for p in range(8) if pages.count[0, 1, p])
     pages.pools[0][pages.index[0, 1, live], layout.v_steps] = 0xFF
     result = simulate(case)
     assert np.isnan(result.out[0, 0, 1]).all()
@@ -255,10 +273,11 @@ def test_nan_of_a_live_token_shows_in_its_head_alone() -> None:
 
 def test_infinite_raw_keys() -> None:
     """Keys of -inf have no weight, even if there is no other key; one of +inf leaves no number."""
-    pages = make_pages(np.random.default_rng(7), ((16, 16),), 16, "float32", np.full((1, 3), 1), counts=(64,))
+    pages = make_pages(np.random.default_rng(7), ((16, 16),), 16, "float32", np.full((1, 3), 1), counts=(16,))
     places = bit_address(32, 16, "k")[:, :, 0] // 32
     for head, (value, slots) in enumerate([(-np.inf, slice(3)), (-np.inf, slice(None)), (np.inf, slice(1))]):
-        pages.pools[0][pages.index[0, head, 0]][: 64 * 16 * 4].view(np.float32)[places[slots]] = value
+        for page in pages.index[0, head, :4]:
+            pages.pools[0][page, : 16 * 16 * 4].view(np.float32)[places[slots]] = value
     q = np.ones((1, 1, 3, 16), np.float32)
     result = simulate(PackedCase(q, pages, {"scale": None, "softcap": 0.0, "keep_scores": 0}))
     expected, expected_lse, _ = reference.packed_attention(q, pages)

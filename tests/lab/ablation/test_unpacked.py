@@ -45,7 +45,7 @@ def test_a_changed_code_is_noticed() -> None:
     pages = filled("2,3,4,8").pages(0)
     wide = unpack_pages(pages)
     rung = int(wide.rung[0, 0, 0])
-    wide.pools[rung][wide.index[0, 0, 0], :2048] ^= 7
+    wide.pools[rung][wide.index[0, 0, 0], :512] ^= 7
     assert np.abs(attend(wide) - attend(pages)).max() > 1e-4
 
 
@@ -54,14 +54,14 @@ def test_bytes_are_those_of_the_arrays_and_need_no_slack() -> None:
     pages = cache.pages(0)
     wide = unpack_pages(pages)
     assert page_nbytes(pages) == cache.nbytes
-    live = int(pages.num_pages.sum())
+    live = sum(int(counts.sum()) for counts in cache.allocation().values())
     assert sum(len(pool) for pool in wide.pools) == live
     records = sum(pool.nbytes for pool in wide.pools)
     assert (
         page_nbytes(wide)
         == records + 8 * live + pages.k_mean.nbytes + pages.k_shift.nbytes + pages.num_pages.nbytes
     )
-    assert page_nbytes(wide) > 1.3 * page_nbytes(pages)
+    assert page_nbytes(wide) > 1.2 * page_nbytes(pages)
 
 
 def test_an_empty_layer_unpacks() -> None:

@@ -24,11 +24,11 @@ def test_pages_are_full_and_each_is_in_one_table_once() -> None:
     pages = draw_pages(SHAPE, LADDERS["8/4/2"], device="cpu")
     rung = pages.rung.view(SHAPE.num_sequences, -1)
     assert [layout.bits_k for layout in pages.layouts] == [2, 4, 8]
-    assert rung[0].tolist() == [0] * 4 + [1] * 4 + [2] * 2
+    assert rung[0].tolist() == [0] * 16 + [1] * 16 + [2] * 8
     for r, pool in enumerate(pages.pools):
         assert sorted(pages.index[pages.rung == r].tolist()) == list(range(len(pool)))
-    assert int(pages.count.min()) == 64
-    assert int(pages.num_pages.min()) == 10
+    assert int(pages.count.min()) == 16
+    assert int(pages.num_pages.min()) == 40
 
 
 def attended(pages: SimpleNamespace, q: torch.Tensor) -> torch.Tensor:
