@@ -212,7 +212,7 @@ def test_weights_are_packed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"attention_mask": torch.tensor([[1, 1, 0]])}, ValueError, "pad on the left"),
         ({"attention_mask": torch.tensor([[0, 0, 0]])}, ValueError, "pad on the left"),
         ({"position_ids": torch.tensor([[4, 5, 6]])}, ValueError, "position_ids must count"),
-        ({"max_new_tokens": 200}, ValueError, "max_seqlen=20: a row would have 21 tokens.*up to 96"),
+        ({"max_new_tokens": 200}, ValueError, "max_seqlen=20: a row would have 21 tokens.*up to 64"),
     ],
 )
 def test_settings_that_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:

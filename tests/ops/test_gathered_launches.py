@@ -19,6 +19,7 @@ from tests.stand_in_gpu import StandInGpu  # noqa: E402
 HEADS, HEADS_KV, DIM = 8, 2, 128
 ARRIVAL = Arrival(4096, 5, 1)
 MAP_BYTES = 128
+NUM_MAPS = 29  # of Q 16, of K and of V by whose rows and how many a copy brings, of out
 
 
 @pytest.fixture
@@ -51,14 +52,14 @@ def test_a_call_is_one_launch_with_its_list(gpu: StandInGpu, rank: int) -> None:
     assert (out.shape, lse.shape) == ((288, HEADS, DIM), (HEADS, 288))
     (launch,) = gpu.launches
     argument = launch.parameters[0]
-    maps = np.frombuffer(argument[: 25 * MAP_BYTES], np.uint64).reshape(25, 16)
+    maps = np.frombuffer(argument[: NUM_MAPS * MAP_BYTES], np.uint64).reshape(NUM_MAPS, 16)
     q, (k, v), (far_k, far_v), runs, *_ = arguments
-    addresses = [x.data_ptr() for x in (q, q, k, k, far_k, far_k, v, v, far_v, far_v, out)]
-    assert maps[[0, 1, *range(16, 25)], 0].tolist() == addresses
-    kinds = maps[16:24, 1].reshape(2, 2, 2)  # by K or V, whose rows, size of a copy
-    assert (kinds[..., 0] != kinds[..., 1]).all()
+    keys = [x for x in (k, far_k, v, far_v) for _ in range(3)]
+    assert maps[[0, 1, *range(16, 29)], 0].tolist() == [x.data_ptr() for x in (q, q, *keys, out)]
+    kinds = maps[16:28, 1].reshape(2, 2, 3)  # by K or V, whose rows, size of a copy
+    assert (np.diff(np.sort(kinds)) != 0).all()
     assert (kinds[0] == kinds[1]).all()
-    fields = np.frombuffer(argument[25 * MAP_BYTES :][: gathered._CALL.size], gathered._CALL.dtype)[0]
+    fields = np.frombuffer(argument[NUM_MAPS * MAP_BYTES :][: gathered._CALL.size], gathered._CALL.dtype)[0]
     assert fields["arrived"] == ARRIVAL.counters
     assert (fields["first_arrival"], fields["heads_of_piece"]) == (5, 1)
     assert (fields["lse"], fields["lse_head"], fields["variable"]) == (lse.data_ptr(), 288, 1)
@@ -82,7 +83,7 @@ def test_later_calls_copy_no_list_and_wait_for_their_own_pieces(
     monkeypatch.setattr("cuda.bindings.driver.cuMemcpyHtoDAsync", None)
     attend_runs(q, own, others, runs, Arrival(8192, (1 << 32) + 9, 2), scale)
     first, second = (
-        np.frombuffer(one.parameters[0][25 * MAP_BYTES :][: gathered._CALL.size], gathered._CALL.dtype)[0]
+        np.frombuffer(one.parameters[0][NUM_MAPS * MAP_BYTES :][: gathered._CALL.size], gathered._CALL.dtype)[0]
         for one in gpu.launches
     )
     assert first["list"] == second["list"]

@@ -27,7 +27,7 @@ from kvlab.lab.timing import time_in_turns
 from kvlab.ops.packed import packed_attention
 from kvlab.pages import QUAD, TOKENS_PER_PAGE, LayerPages, PageLayout, new_pool, read_tokens
 from kvlab.reference.codec import hadamard
-from kvlab.reference.pages import STEPS
+from kvlab.reference.pages import STEPS, value_signs
 
 __all__ = ["CONTEXTS", "NOTE", "WIDTHS", "benchmark_decode"]
 
@@ -155,7 +155,8 @@ def decode(pages: LayerPages) -> tuple[NDArray[np.float32], NDArray[np.float32]]
         page = np.repeat(pages.index[mine].astype(np.int64), TOKENS_PER_PAGE)
         slot = np.tile(np.arange(TOKENS_PER_PAGE), mine.sum())
         k, v = read_tokens(pool, layout, pages.dtype, page, slot)
-        keys[mine], values[mine] = (hadamard(x).reshape(-1, *shape[-2:]) for x in (k, v))
+        keys[mine] = hadamard(k).reshape(-1, *shape[-2:])
+        values[mine] = (hadamard(v) * value_signs(pages.head_dim)).reshape(-1, *shape[-2:])
     joined = (*pages.num_pages.shape, -1, pages.head_dim)
     return keys.reshape(joined), values.reshape(joined)
 
