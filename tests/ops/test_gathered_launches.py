@@ -82,9 +82,9 @@ def test_later_calls_copy_no_list_and_wait_for_their_own_pieces(
     attend_runs(q, own, others, runs, arrival, scale)
     monkeypatch.setattr("cuda.bindings.driver.cuMemcpyHtoDAsync", None)
     attend_runs(q, own, others, runs, Arrival(8192, (1 << 32) + 9, 2), scale)
+    behind = slice(NUM_MAPS * MAP_BYTES, NUM_MAPS * MAP_BYTES + gathered._CALL.size)
     first, second = (
-        np.frombuffer(one.parameters[0][NUM_MAPS * MAP_BYTES :][: gathered._CALL.size], gathered._CALL.dtype)[0]
-        for one in gpu.launches
+        np.frombuffer(one.parameters[0][behind], gathered._CALL.dtype)[0] for one in gpu.launches
     )
     assert first["list"] == second["list"]
     assert (second["arrived"], second["first_arrival"], second["heads_of_piece"]) == (8192, 9, 2)
