@@ -294,7 +294,8 @@ def write_tokens(
     page, slot : integers, (n,)
         Where token i goes.
     k, v : float32, (n, head_dim)
-        Rotated (`kvlab.reference.pages.rotate`) where that side's width is below 16, raw where it is 16.
+        Rotated (`rotate_keys`, `rotate_values` of `kvlab.reference.pages`) where that side's width is below
+        16, raw where it is 16.
     steps : int16, (2, n), optional
         Of keys and of values: the step byte of one that was read from codes of this width, which stay as they
         are; DECODED of one that was read from codes of another width; RAW of others, and if it is left out.

@@ -7,10 +7,11 @@ values at `bits_v`. Its record is, in this order and without gaps (every part is
                  16 x uint8 (absent at 16)   16 x uint8   16 x uint16   16 x uint8
 
 *Width 16* is the dtype of the cache, raw (a float32 cache stores 32 bits). *Widths 2, 3, 4 and 8* take
-vectors that a Hadamard transform has rotated, which makes every element nearly Gaussian. `rotate` does that
-in whole numbers: a vector becomes integers of 17 bits (at head_dim 128), whose sums are exact in any order;
-the mean of keys, transformed likewise, is taken off the sums, which are rounded to 11 bits. The grid has no
-zero, it is symmetric, and only its step is kept, so a kernel multiplies once a token:
+vectors that a Hadamard transform has rotated, which makes every element nearly Gaussian; values have signs
+before, which are the same for all (`value_signs`). `rotate` works in whole numbers: a vector becomes integers
+of 17 bits (at head_dim 128), whose sums are exact in any order; the mean of keys, transformed likewise, is
+taken off the sums, which are rounded to 11 bits. The grid has no zero, it is symmetric, and only its step is
+kept, so a kernel multiplies once a token:
 
     value = (2 code + 1 - 2**bits) * step       code = floor(x / (2 step)) + 2**(bits - 1), clipped
 
@@ -498,7 +499,7 @@ def encode_page(
     Parameters
     ----------
     k, v : float32, (n, head_dim)
-        As `rotate` returns them where the width of that side is below 16, raw where it is 16.
+        As `rotate_keys` and `rotate_values` return them where the width of that side is below 16, else raw.
     bits_k, bits_v : int
         2, 3, 4, 8 or 16.
     dtype : {"float16", "bfloat16", "float32"}
