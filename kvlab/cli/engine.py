@@ -33,7 +33,10 @@ def check(
     device: Device = "cpu",
     dump: Annotated[
         Path | None,
-        typer.Option(help="File .npz for what the layers compute: normed, q, k, v, rotated, attended, out."),
+        typer.Option(
+            help="File .npz for what the layers compute: normed, q, k, v, rotated, attended, out; "
+            "with --device cpu alone."
+        ),
     ] = None,
     benchmark: Annotated[bool, typer.Option("--benchmark", help="Also time tokens behind the text.")] = False,
     num_runs: Annotated[int, typer.Option(min=1, help="Tokens that --benchmark times.")] = 100,

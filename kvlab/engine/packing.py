@@ -31,6 +31,7 @@ __all__ = [
     "TILE_ROWS",
     "gated_rows",
     "pack",
+    "packed_shape",
     "qkv_rows",
     "rotary_pairs",
     "unpack",
@@ -40,6 +41,17 @@ __all__ = [
 TILE_ROWS, BLOCK_COLUMNS = 16, 32
 
 Rows = NDArray[np.int64]
+
+
+def packed_shape(rows: int, columns: int) -> tuple[int, ...]:
+    """Shape of a packed matrix: tile of rows, block of columns, fragment, lane, element.
+
+    Examples
+    --------
+    >>> packed_shape(40, 64)
+    (3, 2, 2, 32, 8)
+    """
+    return -(-rows // TILE_ROWS), columns // BLOCK_COLUMNS, 2, 32, 8
 
 
 def pack(weight: NDArray[Any]) -> NDArray[Any]:

@@ -1,8 +1,9 @@
 """The weights of a decoder, from a transformers model or drawn at random, layer by layer in packed form.
 
 `Weights` holds what every token needs (embedding, final norm, rotary frequencies) and gives the products of
-one layer at a time, packed: whoever loads them has the model and one layer in memory, no more. Biases and
-norms stay beside the product that they belong to: a `Matrix` is what one product of the engine reads.
+one layer at a time, packed: whoever loads them has the model and one layer in memory, no more, for products
+are packed a few rows at a time. Biases and norms stay beside the product that they belong to: a `Matrix` is
+what one product of the engine reads.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from numpy.typing import NDArray
 from kvlab.arguments import choice, whole_number
 from kvlab.arrays import numpy_dtype, to_numpy_view
 from kvlab.engine.geometry import Geometry, geometry_of, published
-from kvlab.engine.packing import gated_rows, pack, qkv_rows
+from kvlab.engine.packing import TILE_ROWS, gated_rows, pack, packed_shape, qkv_rows
 from kvlab.errors import needs_extra
 
 __all__ = ["DTYPES", "Layer", "Matrix", "Weights", "from_model", "from_seed", "load_model"]
 
 DTYPES = ("float16", "bfloat16")
+_ROWS_AT_ONCE = 64  # packed together: a few hundred KiB
 
 Array = NDArray[Any]
 
@@ -101,7 +103,7 @@ def from_model(model: Any, dtype: str | None = None, *, consume: bool = False) -
     dtype : {"float16", "bfloat16"}, optional
         By default the model's own, for a float32 model "float16".
     consume : bool
-        Whether layers that were packed may be taken out of the model.
+        Whether products that were packed may be taken out of the model.
 
     Raises
     ------
@@ -121,7 +123,7 @@ def from_model(model: Any, dtype: str | None = None, *, consume: bool = False) -
     if dtype is None:
         own = str(next(iter(body.parameters())).dtype).removeprefix("torch.")
         dtype = own if own in DTYPES else "float16"
-    reader = _Reader(geometry, choice(dtype, "dtype", DTYPES), config.model_type == "gpt_neox")
+    reader = _Reader(geometry, choice(dtype, "dtype", DTYPES), config.model_type == "gpt_neox", consume)
 
     def layers() -> Iterator[Layer]:
         for layer in body.layers:
@@ -140,14 +142,17 @@ def from_model(model: Any, dtype: str | None = None, *, consume: bool = False) -
 class _Reader:
     """Modules of a transformers model as matrices."""
 
-    def __init__(self, geometry: Geometry, dtype: str, is_neox: bool) -> None:
+    def __init__(self, geometry: Geometry, dtype: str, is_neox: bool, consume: bool) -> None:
         self.geometry, self.dtype, self.is_neox = geometry, numpy_dtype(dtype), is_neox
+        self._consume = consume
         sizes = geometry.heads_q, geometry.heads_kv, geometry.head_dim, geometry.rotary_dim
         self._qkv = qkv_rows(*sizes, interleaved=is_neox)
 
     def rounded(self, tensor: Any, name: str) -> Array:
         """A tensor's numbers in the decoder's dtype."""
-        found = _numbers(tensor)
+        return self._narrowed(_numbers(tensor), name)
+
+    def _narrowed(self, found: Array, name: str) -> Array:
         with np.errstate(over="ignore"):
             result = np.ascontiguousarray(found.astype(self.dtype))
         if found.dtype != self.dtype and np.isinf(result).any():
@@ -158,7 +163,6 @@ class _Reader:
 
     def matrix(self, linears: list[Any], norm: Any = None, order: Any = None, axis: int = 0) -> Matrix:
         """Weights of linear modules joined along `axis`, rows in the given order."""
-        weight = np.concatenate([self.rounded(one.weight, "a product") for one in linears], axis)
         biases = [None if one.bias is None else _numbers(one.bias).astype(np.float32) for one in linears]
         bias: NDArray[np.float32] | None = None
         if any(one is not None for one in biases):
@@ -167,42 +171,68 @@ class _Reader:
                 for linear, one in zip(linears, biases, strict=True)
             ]
             bias = np.concatenate(filled) if axis == 0 else np.asarray(np.sum(filled, 0), np.float32)
-        if order is not None:
-            weight, bias = weight[order], None if bias is None else bias[order]
-        rows = -(-len(weight) // 16) * 16
-        if bias is not None and len(bias) < rows:
-            bias = np.concatenate([bias, np.zeros(rows - len(bias), np.float32)])
+        packed = self._packed([_numbers(one.weight) for one in linears], order, axis)
+        if bias is not None:
+            bias = bias if order is None else bias[order]
+            bias = np.concatenate([bias, np.zeros(TILE_ROWS * len(packed) - len(bias), np.float32)])
         if norm is None:
-            return Matrix(pack(weight), bias)
+            return Matrix(packed, bias)
         norm_bias = getattr(norm, "bias", None)
         return Matrix(
-            pack(weight), bias, self.rounded(norm.weight, "a norm"),
+            packed, bias, self.rounded(norm.weight, "a norm"),
             None if norm_bias is None else self.rounded(norm_bias, "a norm"),
         )  # fmt: skip
+
+    def _packed(self, parts: list[Array], order: Any, axis: int) -> Array:
+        """Weights joined along `axis`, rows in the given order, packed."""
+        first = np.cumsum([0, *map(len, parts)])
+        rows = int(first[-1]) if axis == 0 else len(parts[0])
+        columns = parts[0].shape[1] if axis == 0 else sum(part.shape[1] for part in parts)
+        packed = np.empty(packed_shape(rows, columns), self.dtype)
+        order = np.arange(rows) if order is None else order
+        for begin in range(0, rows, _ROWS_AT_ONCE):
+            some = order[begin : begin + _ROWS_AT_ONCE]
+            if axis == 0:
+                weight = np.empty((len(some), columns), self.dtype)
+                of_part = np.searchsorted(first, some, "right") - 1
+                for i, part in enumerate(parts):
+                    own = of_part == i
+                    weight[own] = self._narrowed(part[some[own] - first[i]], "a product")
+            else:
+                weight = self._narrowed(np.concatenate([part[some] for part in parts], 1), "a product")
+            packed[begin // TILE_ROWS :][: -(-len(some) // TILE_ROWS)] = pack(weight)
+        return packed
+
+    def _product(self, linears: list[Any], norm: Any = None, order: Any = None, axis: int = 0) -> Matrix:
+        """A `matrix`; what it is made of is gone if the model is consumed."""
+        found = self.matrix(linears, norm, order, axis)
+        for one in linears if self._consume else ():
+            one.to("meta")
+        return found
 
     def neox(self, layer: Any) -> Layer:
         """A layer of GPT-NeoX."""
         mlp, dense = layer.mlp, layer.attention.dense
-        qkv = self.matrix([layer.attention.query_key_value], layer.input_layernorm, self._qkv)
-        up = self.matrix([mlp.dense_h_to_4h], layer.post_attention_layernorm)
+        qkv = self._product([layer.attention.query_key_value], layer.input_layernorm, self._qkv)
+        up = self._product([mlp.dense_h_to_4h], layer.post_attention_layernorm)
         if self.geometry.parallel:
-            return Layer((qkv, up, self.matrix([dense, mlp.dense_4h_to_h], axis=1)))
-        return Layer((qkv, self.matrix([dense]), up, self.matrix([mlp.dense_4h_to_h])))
+            return Layer((qkv, up, self._product([dense, mlp.dense_4h_to_h], axis=1)))
+        return Layer((qkv, self._product([dense]), up, self._product([mlp.dense_4h_to_h])))
 
     def llama(self, layer: Any) -> Layer:
         """A layer of the Llama family."""
         attention, mlp = layer.self_attn, layer.mlp
-        qkv = self.matrix(
+        qkv = self._product(
             [attention.q_proj, attention.k_proj, attention.v_proj], layer.input_layernorm, self._qkv
         )
-        gated = self.matrix(
+        gated = self._product(
             [mlp.gate_proj, mlp.up_proj], layer.post_attention_layernorm, gated_rows(self.geometry.ffn)
         )
         norms = None
         if self.geometry.head_norms:
             norms = np.stack([self.rounded(attention.q_norm.weight, "a norm"),
                               self.rounded(attention.k_norm.weight, "a norm")])  # fmt: skip
-        return Layer((qkv, self.matrix([attention.o_proj]), gated, self.matrix([mlp.down_proj])), norms)
+        return Layer((qkv, self._product([attention.o_proj]), gated, self._product([mlp.down_proj])), norms)
 
 
 def _numbers(tensor: Any) -> Array:

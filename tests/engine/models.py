@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -65,3 +66,11 @@ def family(name: str, dtype: str = "float16") -> Any:
         for parameter in model.parameters():
             parameter.copy_(parameter.to(getattr(torch, dtype)))
     return model.eval()
+
+
+def in_dtype(model: Any, dtype: str) -> Any:
+    """A copy of a model in a dtype, as `from_pretrained` gives it: rotary frequencies stay in float32."""
+    copied = copy.deepcopy(model).to(getattr(torch, dtype))
+    for name, frequencies in model.base_model.rotary_emb.named_buffers():
+        setattr(copied.base_model.rotary_emb, name, frequencies.clone())
+    return copied

@@ -141,14 +141,14 @@ def test_a_model_keeps_its_weights_and_a_folder_is_read(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("make", [llama, neox])
 def test_packing_takes_the_memory_of_a_layer(make: Callable[..., Any]) -> None:
-    """Beside the model: a packed layer, and the product at hand; layers that were packed are gone."""
-    model = make(num_hidden_layers=4, hidden_size=256, intermediate_size=1024, num_key_value_heads=4)
+    """Beside the model: a packed layer and a few rows; products that were packed are gone from the model."""
+    model = make(num_hidden_layers=4, hidden_size=768, intermediate_size=3072, num_key_value_heads=4)
     weights = from_model(model, consume=True)
     nbytes = 2 * sum(rows * columns for rows, columns in weights.geometry.products().values())
     tracemalloc.start()
     try:
         while next(weights.layers, None) is not None:  # a layer is gone before the next one is packed
-            assert tracemalloc.get_traced_memory()[1] < 1.6 * nbytes
+            assert tracemalloc.get_traced_memory()[1] < 1.2 * nbytes
     finally:
         tracemalloc.stop()
     assert all(parameter.is_meta for layer in model.base_model.layers for parameter in layer.parameters())

@@ -15,7 +15,7 @@ from scipy.special import log_softmax
 
 from kvlab.engine import Decoder
 from kvlab.engine.weights import from_model
-from tests.engine.models import FAMILIES, SIZES, family
+from tests.engine.models import FAMILIES, SIZES, family, in_dtype
 
 TOKENS = np.random.default_rng(3).integers(0, SIZES["vocab_size"], (2, SIZES["max_position_embeddings"]))
 """Two texts of the longest length."""
@@ -24,29 +24,21 @@ TOKENS = np.random.default_rng(3).integers(0, SIZES["vocab_size"], (2, SIZES["ma
 def run(model: Any, dtype: str) -> tuple[NDArray[Any], list[NDArray[Any]]]:
     """Logits and the hidden states behind each layer of all positions, of `model` in a dtype."""
     with torch.no_grad():
-        out = model.to(getattr(torch, dtype))(torch.from_numpy(TOKENS), output_hidden_states=True)
+        out = in_dtype(model, dtype)(torch.from_numpy(TOKENS), output_hidden_states=True)
     hidden = [layer.double().numpy() for layer in out.hidden_states[1:-1]]
     return out.logits.double().numpy(), hidden
 
 
 def errors(got: NDArray[Any], want: NDArray[Any]) -> NDArray[np.float64]:
-    """Largest of a position, on average; root mean square; divergence of the predictions."""
+    """Largest of all positions, root mean square, divergence of the predictions."""
     log_p, log_q = log_softmax(want, axis=-1), log_softmax(got, axis=-1)
     divergence = (np.exp(log_p) * (log_p - log_q)).sum(-1).mean()
-    largest = np.abs(got - want).max(-1).mean()
-    return np.array([largest, np.sqrt(np.square(got - want).mean()), divergence])
+    return np.array([np.abs(got - want).max(), np.sqrt(np.square(got - want).mean()), divergence])
 
 
-def assert_no_worse(
-    got: NDArray[Any], low: NDArray[Any], exact: NDArray[Any], dtype: str, allowed: float = 1.1
-) -> None:
-    """Errors up to 1.1 times those of transformers in 16 bits, and promise 2 at the worst of all positions.
-
-    Which of two roundings is luckier at the one worst position is chance: keys of 16 bits, which both have,
-    decide there. So positions are averaged, and 1.1 times is not asked of the worst.
-    """
+def assert_no_worse(got: NDArray[Any], low: NDArray[Any], exact: NDArray[Any], allowed: float = 1.1) -> None:
+    """Errors up to 1.1 times those of transformers in 16 bits."""
     assert (errors(got, exact) <= allowed * errors(low, exact)).all(), errors(got, exact) / errors(low, exact)
-    assert np.abs(got - exact).max() <= bound_of(low, exact, dtype)
 
 
 def bound_of(low: NDArray[Any], exact: NDArray[Any], dtype: str) -> float:
@@ -63,7 +55,7 @@ def test_token_by_token_is_the_whole_text(name: str, dtype: str) -> None:
     model = family(name, dtype)
     exact, exact_hidden = run(model, "float64")
     low, low_hidden = run(model, dtype)
-    decoder = Decoder.from_pretrained(model.float(), dtype=dtype, batch=len(TOKENS))
+    decoder = Decoder.from_pretrained(model, dtype=dtype, batch=len(TOKENS))
     seen: list[NDArray[Any]] = []
 
     def watch(layer: int, what: str, x: NDArray[Any]) -> None:
@@ -75,11 +67,11 @@ def test_token_by_token_is_the_whole_text(name: str, dtype: str) -> None:
         decoder._executor.run(ids[:, None], np.ones((len(ids), 1), bool), watch)
         steps.append(decoder._executor.logits.astype(float))
     logits, layer, wanted = np.stack(steps, 1), np.stack(seen, 1), exact_hidden[0]
-    assert_no_worse(logits, low, exact, dtype)
+    assert_no_worse(logits, low, exact)
     assert np.abs(layer - wanted).max() <= 1.1 * np.abs(low_hidden[0] - wanted).max()
     assert decoder.lengths.tolist() == [decoder.geometry.max_positions] * len(TOKENS)
     with pytest.raises(AssertionError):  # a shift is seen
-        assert_no_worse(logits[:, 1:], low[:, :-1], exact[:, :-1], dtype)
+        assert_no_worse(logits[:, 1:], low[:, :-1], exact[:, :-1])
     with pytest.raises(ValueError, match=f"would have {TOKENS.shape[1] + 1} tokens"):
         decoder.step(TOKENS[:, 0])
 
@@ -91,9 +83,9 @@ def test_a_mean_that_hides_what_matters(name: str) -> None:
     with torch.no_grad():
         model.get_input_embeddings().weight.add_(62.0).copy_(model.get_input_embeddings().weight.half())
     exact, low = run(model, "float64")[0][:1], run(model, "float16")[0][:1]
-    decoder = Decoder.from_pretrained(model.float())
+    decoder = Decoder.from_pretrained(model)
     got = np.stack([decoder.step([token])[0] for token in TOKENS[0]])[None].astype(float)
-    assert_no_worse(got, low, exact, "float16")
+    assert_no_worse(got, low, exact)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -11,7 +11,7 @@ import torch
 
 from kvlab.device import compute_capability
 from kvlab.engine import Decoder
-from tests.engine.models import FAMILIES, family
+from tests.engine.models import FAMILIES, family, in_dtype
 from tests.engine.test_published import NAMES, assert_logits
 from tests.engine.test_pythia_model import TOKENS, assert_no_worse, assert_text_of, bound_of, run
 
@@ -27,13 +27,13 @@ def test_every_plan_is_the_whole_text_and_every_other(name: str, dtype: str) -> 
     model = family(name, dtype)
     exact, _ = run(model, "float64")
     low, _ = run(model, dtype)
-    model, found = model.float(), {}
+    found = {}
     for plan in ("graph", "ops", *(CLUSTERS if dtype == "float16" and name != "qwen3" else ())):
         batch = len(TOKENS) if plan in ("graph", "ops") else 1
         decoder = Decoder.from_pretrained(model, dtype=dtype, device="cuda", plan=plan, batch=batch)
         steps = [decoder.step(ids).astype(float) for ids in TOKENS[:batch].T]
         found[plan] = np.stack(steps, 1)
-        assert_no_worse(found[plan], low[:batch], exact[:batch], dtype)
+        assert_no_worse(found[plan], low[:batch], exact[:batch])
         with pytest.raises(ValueError, match=f"would have {TOKENS.shape[1] + 1} tokens"):
             decoder.step(TOKENS[:batch, 0])
     for a, b in combinations(found.values(), 2):
@@ -51,9 +51,9 @@ def test_keys_and_values_are_those_of_transformers(name: str) -> None:
     stored = {}
     for dtype in ("float64", "float16"):
         with torch.no_grad():
-            past = model.to(getattr(torch, dtype))(torch.from_numpy(TOKENS)).past_key_values
+            past = in_dtype(model, dtype)(torch.from_numpy(TOKENS)).past_key_values
         stored[dtype] = np.array([(x.keys.double().numpy(), x.values.double().numpy()) for x in past.layers])
-    decoder = Decoder.from_pretrained(model.float(), device="cuda", batch=len(TOKENS))
+    decoder = Decoder.from_pretrained(model, device="cuda", batch=len(TOKENS))
     decoder.prefill(TOKENS[:, :40])
     for ids in TOKENS[:, 40:].T:
         decoder.step(ids)
