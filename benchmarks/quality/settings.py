@@ -3,9 +3,14 @@
     python benchmarks/quality/settings.py OUT.json [CASES.json] [--device cuda] [--processes 4]
 
 SmolLM2-135M reads 16 windows of the King James Bible, 20 texts with ten numbers each, and windows of 2,048
-tokens. `CASES.json` lists options of `KVLabCache`, each with a `name` and, if not all, `tasks` (methods
-of `Reader`); `"dense": true` is full precision. Processes share the GPU, and each takes the next case until
-the time is over.
+tokens. A case (an entry of the list CASES.json, else of `CASES`) has a `name`, `tasks` (methods of `Reader`)
+and options of `KVLabCache`. It may also have
+
+- `"dense": true`: full precision
+- `scored`: single tokens behind the prompt instead of 128; `first`: tokens of the first of two calls for it
+- `large`: factors of two rotary pairs of keys, from position `begin` on; `constant`: what two channels get
+
+Processes share the GPU, and each takes the next case until the time is over.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import math
 import multiprocessing
 import queue
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +29,12 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
+from kvlab.errors import BudgetError
 from kvlab.integrations.transformers import KVLabCache
 from kvlab.lab.quality.divergence import bits_per_element, token_divergence
 from kvlab.lab.quality.model import load_smollm2
 from kvlab.lab.quality.prompts import many_keys
+from kvlab.lab.quality.stress import large_channels, shifted_keys
 from kvlab.lab.quality.text import cut_windows
 from kvlab.lab.results import provenance
 
@@ -34,10 +42,70 @@ WINDOWS, PROMPT, SCORED = 16, 1024, 128
 TEXTS, KEYS, TEXT = 20, 10, 1536
 WHOLE, CHUNK, BLOCK = 2047, 64, 32
 TASKS = ("single", "retrieval", "grow", "parts64")
+NOT_OPTIONS = {"name", "tasks", "dense", "scored", "first", "large", "begin", "constant"}
+HELD = {f"default {budget}": {"budget": budget, "plan_length": 1} for budget in (0.17, 0.2, 0.27, 0.3)}
+WIDTHS: dict[str, dict[str, Any]] = {
+    f"one width {bits}": {"budget": None, "bits": [bits]} for bits in (2, 3, 4, "k3v2", "k4v2", "k4v3")
+}
+RIVALS: dict[str, dict[str, Any]] = {
+    **{name: options for name, options in WIDTHS.items() if name != "one width 2"},
+    **{
+        f"one width {bits}, residual {tokens}": {"budget": None, "bits": [bits], "residual": tokens}
+        for bits, windows in {
+            2: (32, 64, 128),
+            3: (32, 64, 128),
+            4: (32,),
+            "k3v2": (64,),
+            "k4v3": (64,),
+        }.items()
+        for tokens in windows
+    },
+}
+LARGE = {"x6 and x11": [6, 11], "x45": [45, 45]}
+
+
+def _named(cases: dict[str, dict[str, Any]], tasks: list[str], **more: Any) -> list[dict[str, Any]]:
+    return [{"name": name, "tasks": tasks, **options, **more} for name, options in cases.items()]
+
+
+def _large_channels() -> list[dict[str, Any]]:
+    """Large channels from the first token on, behind the prompt, and behind a first call of 10 tokens.
+
+    A budget that holds at every length holds no first call of 10 tokens: it is that of all tokens then, and
+    once that of 576, which does not hold 64 exact ones at 3.2 bits.
+    """
+    short = {
+        f"default {budget}, first 10, plan {plan}": {"budget": budget, "plan_length": plan, "first": 10}
+        for budget, plan in ((0.2, PROMPT + SCORED), (0.3, PROMPT + SCORED), (0.2, 576))
+    }
+    held = {name: HELD[name] for name in ("default 0.2", "default 0.3")}
+    found = _named(held, ["single"]) + _named(short, ["single"])
+    for name, factors in LARGE.items():
+        for begin, base in ((0, held), (PROMPT, held), (10, short)):
+            cases = {f"{which}; {name} from {begin} on": options for which, options in base.items()}
+            found += _named(cases, ["single"], large=factors, begin=begin)
+    return found
+
+
+def _constant() -> list[dict[str, Any]]:
+    """100 added to two channels of keys, for ladders with and without 8 bits; without it where it is new."""
+    narrow = {"default 0.23, bits 3 and 4": {"budget": 0.23, "plan_length": 1, "bits": [3, 4]}}
+    cases = {**HELD, **{name: x for name, x in WIDTHS.items() if name != "one width k3v2"}, **narrow}
+    return [
+        *_named({**narrow, "one width 2": WIDTHS["one width 2"]}, ["single"]),
+        *_named({f"{name}; constant 100": x for name, x in cases.items()}, ["single"], constant=100),
+    ]
+
+
 CASES: list[dict[str, Any]] = [
+    *_named(HELD, ["chunks64"]),
+    *_large_channels(),
+    *_named(RIVALS, ["equal_bytes"]),
+    *_named(HELD, ["single"], scored=256),
+    *_constant(),
     {"name": "full precision", "dense": True, "tasks": ["retrieval"]},
-    *({"name": f"default {budget}", "budget": budget, "plan_length": 1} for budget in (0.17, 0.2, 0.27, 0.3)),
-    *({"name": f"one width {width}", "budget": None, "bits": width} for width in (2, 3, 4)),
+    *_named(HELD, ["parts512", "retrieval", "parts64", "grow"]),
+    *_named(WIDTHS, ["retrieval"]),
 ]
 
 
@@ -55,7 +123,7 @@ class Reader:
         ]
 
     def cache(self, case: dict[str, Any], **more: Any) -> Any:
-        options = {name: x for name, x in case.items() if name not in ("name", "tasks", "dense")} | more
+        options = {name: x for name, x in case.items() if name not in NOT_OPTIONS} | more
         return (
             DynamicCache(config=self.config)
             if "dense" in case
@@ -78,12 +146,26 @@ class Reader:
             8 * cache.nbytes / elements if isinstance(cache, KVLabCache) else bits_per_element(cache, cache)
         )
 
+    def changed(self, case: dict[str, Any]) -> AbstractContextManager[None]:
+        """Keys of the model with large channels or a constant, as a case has them."""
+        config = self.config
+        channels = config.hidden_size // config.num_attention_heads
+        if "constant" in case:
+            return shifted_keys(self.model, [channels // 2 - 2, channels - 2], case["constant"])
+        if "large" in case:
+            factors = dict(zip((channels // 2 - 3, channels // 16), case["large"], strict=True))
+            return large_channels(self.model, factors, begin=case["begin"])
+        return nullcontext()
+
     def single(self, case: dict[str, Any], part: int = PROMPT, scored: int = SCORED) -> dict[str, Any]:
         """Single tokens behind a prompt in one call or in parts."""
+        scored, first = case.get("scored", scored), case.get("first", 0)
         cache, truth = self.cache(case), self.truth(PROMPT, PROMPT + scored)
-        for piece in torch.split(self.tokens[:, :PROMPT], part, 1):
+        if first:
+            self.logits(self.tokens[:, :first], cache)
+        for piece in torch.split(self.tokens[:, first:PROMPT], part, 1):
             self.logits(piece, cache)
-        kl, same, bits = [], [], []
+        kl, same, bits, unused = [], [], [], []
         for at in range(scored):
             found = self.logits(self.tokens[:, PROMPT + at : PROMPT + at + 1], cache)
             new_kl, new_same = token_divergence(truth[:, at], found[:, 0])
@@ -91,7 +173,23 @@ class Reader:
             same.append(float(new_same.mean()))
             if at in (0, scored - 1):
                 bits.append(self.bits(cache, WINDOWS, PROMPT + at + 1))
-        return _summary(np.array(kl).T) | {"top1": float(np.mean(same)), "bits": bits}
+                unused.append(_unused(cache))
+        return _summary(np.array(kl).T) | {"top1": float(np.mean(same)), "bits": bits, "unused": unused}
+
+    def equal_bytes(self, case: dict[str, Any]) -> dict[str, Any]:
+        """Single tokens through a cache, and through the default whose budget is what that one took."""
+        found = self.single(case)
+        return {"case": found, "default": self.single({"budget": found["bits"][-1] / 16, "plan_length": 1})}
+
+    def chunks64(self, case: dict[str, Any]) -> dict[str, Any]:
+        """Chunks of 64 behind a prompt in one call."""
+        self.logits(self.tokens[:, :PROMPT], cache := self.cache(case))
+        kl = []
+        for begin in range(PROMPT, PROMPT + 4 * CHUNK, CHUNK):
+            truth = self.truth(begin, begin + CHUNK)
+            new_kl, _ = token_divergence(truth, self.logits(self.tokens[:, begin : begin + CHUNK], cache, 0))
+            kl.append(new_kl.cpu().numpy())
+        return _summary(np.concatenate(kl, 1)) | {"bits": self.bits(cache, WINDOWS, PROMPT + 4 * CHUNK)}
 
     def parts64(self, case: dict[str, Any]) -> dict[str, Any]:
         """The prompt in parts of 64."""
@@ -135,7 +233,15 @@ class Reader:
             answers = (at >= begin) & (at < end)
             log_p += found.log_softmax(-1).gather(1, target[:, None])[:, 0] * answers
             exact &= ~answers | (found.argmax(-1) == target)
-        return {"log_p": log_p.tolist(), "exact": exact.int().tolist(), "bits": bits}
+        depth = [round(question.depth, 4) for question in asked]
+        return {"log_p": log_p.tolist(), "exact": exact.int().tolist(), "depth": depth, "bits": bits}
+
+
+def _unused(cache: Any) -> float:
+    """Part of a budget that the cache does not take; 0 without one."""
+    packed: Any = getattr(cache, "packed", None)
+    limit = packed and packed.budget_nbytes
+    return 1 - packed.nbytes / limit if limit else 0.0
 
 
 def _summary(kl: np.ndarray) -> dict[str, Any]:
@@ -157,9 +263,39 @@ def _work(cases: Any, found: Any, device: str, end: float) -> None:
                 case = cases.get(timeout=1)
             except queue.Empty:
                 return
-            result = {task: getattr(reader, task)(case) for task in case.get("tasks", TASKS)}
-            found.put({"case": case, **result})
-            print(json.dumps({"case": case, **result}), flush=True)
+            begin, result = time.time(), {}
+            with reader.changed(case):
+                for task in case.get("tasks", TASKS):
+                    try:
+                        result[task] = getattr(reader, task)(case)
+                    except BudgetError as error:
+                        result[task] = {"error": str(error)}
+            row = {"case": case, "seconds": round(time.time() - begin, 1), **result}
+            found.put(row)
+            print(json.dumps(row), flush=True)
+
+
+def _lines(rows: list[dict[str, Any]]) -> list[str]:
+    """A line for each case and task: what issues and pages ask for."""
+    lines = []
+    full = next((row["retrieval"] for row in rows if "dense" in row["case"]), None)
+    for row in sorted(rows, key=lambda row: str(row["case"]["name"])):
+        results = {task: x for task, x in row.items() if task in (*TASKS, "parts512", "chunks64")}
+        results |= {f"equal bytes, {name}": x for name, x in row.get("equal_bytes", {}).items()}
+        for task, x in results.items():
+            line = f"{row['case']['name']} | {task} | bits {np.max(x.get('bits', 0)):.3f} | "
+            if "kl" in x:
+                line += f"KL {x['kl']:.5f} +- {x['error']:.5f}, last quarter {x['last_quarter']:.5f}"
+                line += f" | unused {x['unused'][-1]:.4f}" if x.get("unused") else ""
+            elif "exact" in x and full:
+                both, lost = np.logical_and(x["exact"], full["exact"]), np.subtract(x["log_p"], full["log_p"])
+                line += (
+                    f"found {both.sum()} of {sum(full['exact'])}, log p lost {-lost.mean():.3f} | by depth"
+                )
+                for depths in np.array_split(np.argsort(x["depth"], kind="stable"), 5):
+                    line += f" {-lost[depths].mean():.2f}"
+            lines.append(line + str(x.get("error", "")) * ("kl" not in x))
+    return lines
 
 
 def main() -> None:
@@ -183,6 +319,7 @@ def main() -> None:
     for worker in workers:
         worker.join()
     rows = [found.get() for _ in range(found.qsize())]
+    print("\n".join(_lines(rows)))
     given.out.write_text(
         json.dumps({"schema": "kvlab quality settings 1", "provenance": provenance(), "rows": rows})
     )

@@ -57,20 +57,19 @@ def command(
 
     With --tasks the budget holds at every length, and other caches of about its bytes stand beside it. Tasks,
     joined by commas: single (tokens behind a prompt of the context length), chunks (of 64), parts-64 and
-    parts-512 (the prompt in parts), retrieval, tracking, copying (asked behind the text), outliers,
-    large-outliers, shifted (keys with large channels or a constant), free (the cache writes), floor (of the
+    parts-512 (the prompt in parts), short (a first call of 10 tokens; the budget is that of all), retrieval,
+    tracking, copying (asked behind the text), outliers, large-outliers (keys with large channels; with -late
+    from the end of the prompt on, with -short behind a first call of 10 tokens), shifted (a constant on
+    keys), equal-bytes (each opponent beside a budget of its bytes), free (the cache writes), floor (of the
     model's own type).
 
     Example: kvlab ablate --budget 0.3 --bits 2,4,8 --context-length 1K --output case.json
     """
     os.environ.setdefault("TQDM_DISABLE", "1")  # one bar is enough
     if tasks:
-        wide = use_bit_packing and device == "cpu" and num_layers is None
-        if not wide:
-            raise ValueError(
-                "--tasks reads with a model on the CPU and packs: leave device, packing and shape"
-            )
-        result = _run_tasks(tasks.split(","), budget, bits, context_length, num_samples or 4)
+        if not use_bit_packing or num_layers is not None:
+            raise ValueError("--tasks reads with a model and packs: leave packing and shape")
+        result = _run_tasks(tasks.split(","), budget, bits, context_length, num_samples or 4, device)
         emit_json(result, as_json=as_json, output=output)
         if not as_json:
             _show_tasks(result)
@@ -125,33 +124,41 @@ def make_case(
     return AblationCase(budget, bits, context_length, use_packing, model, known.geometry, **options)
 
 
-def _run_tasks(tasks: list[str], budget: float, bits: str, length: int, windows: int) -> dict[str, Any]:
+def _run_tasks(
+    tasks: list[str], budget: float, bits: str, length: int, windows: int, device: str
+) -> dict[str, Any]:
     """Measure a held budget and its opponents; smaller texts for the tiny model."""
     from kvlab.cli.progress import bar
     from kvlab.lab.quality.cases import held, opponents
     from kvlab.lab.quality.model import load_smollm2, tiny_llama
     from kvlab.lab.quality.tasks import TASKS, run_tasks
     from kvlab.lab.results import provenance
+    from kvlab.lab.targets import machine
 
     if unknown := [task for task in tasks if task not in TASKS]:  # before the model is loaded
         raise ValueError(f"--tasks {','.join(unknown)}: not known; supported are {','.join(TASKS)}")
+    machine(device.partition(":")[0])  # or an error that says what is missing
     subject = tiny_llama() if os.environ.get("KVLAB_TINY") == "1" else load_smollm2()
-    config = subject.model.config
-    cases = [*held(config, [budget], bits=bits), *opponents(config, budget)]
+    subject.model.to(device)
+    config, others = subject.model.config, opponents(subject.model.config, budget)
     scored, done = min(256, length // 4), 0
-    with bar(f"budget {budget:g}, {len(cases)} caches") as tick:
+    with bar(f"budget {budget:g}, {1 + len(others)} caches") as tick:
 
         def count(name: str) -> None:
             nonlocal done
             done += 1
-            tick(done, len(tasks) * windows * (len(cases) + 1))
+            tick(done, len(tasks) * windows * (2 * len(others) + 1))
 
-        found = run_tasks(
-            subject, cases, tasks, length=length, scored=scored, windows=windows, progress=count
-        )
+        found: dict[str, Any] = {}
+        for task in tasks:  # a budget that holds at every length holds no call of 10 tokens
+            plan_length = length + scored if task.endswith("short") else 1
+            cases = [*held(config, [budget], bits=bits, plan_length=plan_length), *others]
+            sizes: dict[str, Any] = {"length": length, "scored": scored, "windows": windows, "bits": bits}
+            found |= run_tasks(subject, cases, [task], **sizes, progress=count)
     return {
         "schema": "kvlab quality tasks 1",
         "config": {"budget": budget, "bits": bits, "context_length": length, "windows": windows},
+        "device": device,
         "model": subject.name,
         "text": subject.text_name,
         "tasks": found,
@@ -165,13 +172,16 @@ def _show_tasks(result: dict[str, Any]) -> None:
 
     console = Console()
     for task, rows in result["tasks"].items():
-        columns = [name for name in next(reversed(rows.values())) if name != "by_depth"]
-        table = Table(title=task, title_justify="left")
-        for column in ("cache", *columns):
-            table.add_column(column.replace("_", " "))
-        for cache, figures in rows.items():
-            table.add_row(cache, *(_text(figures[column]) for column in columns))
-        console.print(table)
+        depths = {cache: figures["by_depth"] for cache, figures in rows.items() if "by_depth" in figures}
+        shown = {f"{task}, log p change by depth": depths} if depths else {}
+        for title, table_rows in ({task: rows} | shown).items():
+            columns = [name for name in next(reversed(table_rows.values())) if name != "by_depth"]
+            table = Table(title=title, title_justify="left")
+            for column in ("cache", *columns):
+                table.add_column(str(column).replace("_", " "))
+            for cache, figures in table_rows.items():
+                table.add_row(cache, *(_text(figures[column]) for column in columns))
+            console.print(table)
 
 
 def _show(result: dict[str, Any]) -> None:

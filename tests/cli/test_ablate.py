@@ -84,5 +84,24 @@ def test_tasks_print_a_table_each_and_are_known_before_anything_runs(
     wrong = RUNNER.invoke(cli.app(), [*options, "--tasks", "neddle"])
     assert isinstance(wrong.exception, ValueError)
     assert "neddle: not known" in str(wrong.exception)
-    gpu = RUNNER.invoke(cli.app(), [*options, "--tasks", "floor", "--device", "cuda"])
-    assert "on the CPU" in str(gpu.exception)
+    plain = RUNNER.invoke(cli.app(), [*options, "--tasks", "floor", "--no-bit-packing"])
+    assert "leave packing" in str(plain.exception)
+
+
+def test_tasks_of_short_calls_and_of_equal_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KVLAB_TINY", "1")
+    path = tmp_path / "tasks.json"
+    options = ["ablate", "--context-length", "256", "--num-samples", "1", "--output", str(path)]
+    tasks = "short,outliers-short,large-outliers-late,equal-bytes,tracking"
+    result = RUNNER.invoke(cli.app(), [*options, "--budget", "0.5", "--tasks", tasks])
+    assert result.exit_code == 0, result.output
+    assert "tracking, log p change by depth" in result.output
+    written = json.loads(path.read_text())["tasks"]
+    assert list(written) == tasks.split(",")
+    assert 0 <= written["short"]["held 0.5"]["unused"] < 0.1
+    equal = written["equal-bytes"]
+    assert len(equal) == 6
+    for name, figures in equal.items():
+        if not name.startswith("held"):
+            own = equal[f"held, bytes of {name}"]["bits_last"]
+            assert 0.9 * figures["bits_last"] < own <= figures["bits_last"]

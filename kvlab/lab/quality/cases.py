@@ -52,9 +52,10 @@ def held(
     *,
     bits: Bits = BITS,
     importance: str = "attention",
+    plan_length: int = 1,
 ) -> list[Case]:
-    """Mixed widths whose budget holds at every length, not only at the last one."""
-    options: dict[str, Any] = {"bits": bits, "importance": importance, "plan_length": 1}
+    """Mixed widths whose budget holds at every length from `plan_length` on, not only at the last one."""
+    options: dict[str, Any] = {"bits": bits, "importance": importance, "plan_length": plan_length}
     return [
         Case(f"held {budget:g}", "held", _packed(config, budget=budget, **options), budget)
         for budget in budgets

@@ -24,8 +24,9 @@ with needs_extra("hf", "kvlab.lab.quality.divergence"):
     from transformers import Cache, PreTrainedModel
 
     from kvlab.integrations.cache_bytes import tensors
+    from kvlab.integrations.transformers import KVLabCache
 
-__all__ = ["Divergence", "bits_per_element", "diverge", "floor", "token_divergence"]
+__all__ = ["Divergence", "bits_per_element", "diverge", "floor", "token_divergence", "unused_part"]
 
 BLOCK = 32
 """Neighbouring tokens are not independent: standard errors come from means of so many."""
@@ -41,6 +42,8 @@ class Divergence:
         Of the case.
     bits : (float, float)
         Bits an element of K and V at the first and at the last scored token, everything counted.
+    unused : float
+        Part of the budget that is left behind the last token; 0 without a budget.
     kl, agreement : list of list of float
         Of every scored token of every window: KL(full precision || cache), and whether the most probable
         token is the same.
@@ -49,6 +52,7 @@ class Divergence:
     name: str
     kind: str
     bits: tuple[float, float] = (0.0, 0.0)
+    unused: float = 0.0
     kl: list[list[float]] = field(default_factory=list)
     agreement: list[list[float]] = field(default_factory=list)
 
@@ -69,6 +73,7 @@ class Divergence:
         return {
             "bits_first": self.bits[0],
             "bits_last": self.bits[1],
+            "unused": self.unused,
             "kl": float(tokens.mean()),
             "kl_error": error,
             "kl_last_quarter": float(tokens[:, -max(1, tokens.shape[1] // 4) :].mean()),
@@ -114,15 +119,15 @@ def diverge(
     if windows.tokens.shape[1] < schedule.length:
         raise ValueError(f"windows have {windows.tokens.shape[1]} tokens; {schedule} needs {schedule.length}")
     found = [Divergence(case.name, case.kind) for case in cases]
-    sizes = np.zeros((len(cases), 2))
+    sizes = np.zeros((len(cases), 3))
     with torch.inference_mode():
         for row in windows.tokens:
             tokens = torch.from_numpy(row[None, : schedule.length]).to(model.device)
             sizes += _read_window(model, tokens, cases, schedule, found)
             for case in cases:
                 progress(case.name)
-    for divergence, (first, last) in zip(found, sizes / len(windows.tokens), strict=True):
-        divergence.bits = (float(first), float(last))
+    for divergence, (first, last, unused) in zip(found, sizes / len(windows.tokens), strict=True):
+        divergence.bits, divergence.unused = (float(first), float(last)), float(unused)
     return found
 
 
@@ -133,10 +138,11 @@ def _read_window(
     schedule: Schedule,
     found: list[Divergence],
 ) -> NDArray[np.float64]:
-    """Add the tokens of a window to what was found; return the bits of each cache, first and last."""
+    """Add the tokens of a window to what was found; return bits of each cache, first and last, and what is
+    left of its budget."""
     dense = full_precision(model.config).make()
     caches = [case.make() for case in cases]
-    bits = np.zeros((len(cases), 2))
+    bits = np.zeros((len(cases), 3))
     kl: list[list[torch.Tensor]] = [[] for _ in cases]
     same: list[list[torch.Tensor]] = [[] for _ in cases]
     for begin, end in schedule.calls():
@@ -158,6 +164,7 @@ def _read_window(
         divergence.agreement.append(torch.cat(same[number]).tolist())
     if schedule.scored <= schedule.chunk:  # one call: the first and the last at once
         bits[:, 0] = bits[:, 1]
+    bits[:, 2] = [unused_part(cache) for cache in caches]
     return bits
 
 
@@ -177,6 +184,13 @@ def bits_per_element(cache: Cache, dense: Cache) -> float:
     """Bits of all that a cache holds, for each element of K and V that a dense cache of the same text has."""
     elements = sum(tensor.numel() for layer in dense.layers for tensor in tensors(vars(layer)))
     return 8 * held_bytes(cache) / elements
+
+
+def unused_part(cache: Cache) -> float:
+    """Part of a budget that a cache does not take; 0 without one."""
+    packed = cache.packed if isinstance(cache, KVLabCache) else None
+    limit = None if packed is None else packed.budget_nbytes
+    return 0.0 if packed is None or not limit else 1 - packed.nbytes / limit
 
 
 def floor(model: PreTrainedModel, windows: Windows, schedule: Schedule, *, splits: int = 7) -> Divergence:

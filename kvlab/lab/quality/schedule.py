@@ -24,6 +24,8 @@ class Schedule:
         Tokens of the prompt, which are not scored.
     part : int
         Tokens of a part of the prompt; 0: all of it in one call.
+    first : int
+        Tokens of a call before these; 0: none.
     scored : int
         Tokens behind the prompt.
     chunk : int
@@ -34,17 +36,20 @@ class Schedule:
     >>> schedule = Schedule(prefill=100, part=64, scored=4, chunk=2)
     >>> list(schedule.calls()), schedule.length
     ([(0, 64), (64, 100), (100, 102), (102, 104)], 104)
+    >>> list(Schedule(prefill=100, first=10, scored=1).calls())
+    [(0, 10), (10, 100), (100, 101)]
     """
 
     prefill: int = 1024
     part: int = 0
     scored: int = 256
     chunk: int = 1
+    first: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.prefill, self.scored, self.chunk) < 1 or self.part < 0:
+        if min(self.prefill, self.scored, self.chunk) < 1 or min(self.part, self.first) < 0:
             raise ValueError(
-                f"{self} must have prefill, scored and chunk of at least 1 and part of at least 0"
+                f"{self} must have prefill, scored and chunk of at least 1, part and first of at least 0"
             )
 
     @property
@@ -54,7 +59,7 @@ class Schedule:
 
     def calls(self) -> Iterator[tuple[int, int]]:
         """First position and end of every call."""
-        borders = [*range(0, self.prefill, self.part or self.prefill)]
+        borders = [*range(min(self.first, 1)), *range(self.first, self.prefill, self.part or self.prefill)]
         borders += [*range(self.prefill, self.length, self.chunk), self.length]
         return pairwise(borders)
 
@@ -64,5 +69,7 @@ SCHEDULES = {
     "chunks": Schedule(chunk=64),
     "parts-64": Schedule(part=64),
     "parts-512": Schedule(part=512),
+    "short": Schedule(first=10),
 }
-"""By the names of tasks: single tokens and chunks of 64 behind a prompt in one call; prompts in parts."""
+"""By the names of tasks: single tokens and chunks of 64 behind a prompt in one call; prompts in parts, and in
+two calls of which the first has 10 tokens."""

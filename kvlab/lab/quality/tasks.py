@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from kvlab.cache.ladder import BITS, Bits
+from kvlab.lab.quality.cases import held
 from kvlab.lab.quality.divergence import diverge, floor
 from kvlab.lab.quality.free_running import free_run
 from kvlab.lab.quality.measure import Case
@@ -27,8 +29,14 @@ __all__ = ["TASKS", "run_tasks"]
 
 OUTLIERS = {"outliers": (6.0, 11.0), "large-outliers": (45.0, 45.0)}
 """Factors of two rotary pairs, near the end and near the beginning of a head; no powers of 2."""
+STRESSES = {
+    f"{name}{where}": (factors, where)
+    for name, factors in OUTLIERS.items()
+    for where in ("", "-late", "-short")
+}
+"""By task: factors, and whether they begin with the text, behind the prompt, or behind a first call."""
 SHIFT = 100.0
-TASKS = (*SCHEDULES, *KINDS, *OUTLIERS, "shifted", "free", "floor")
+TASKS = (*SCHEDULES, *KINDS, *STRESSES, "shifted", "equal-bytes", "free", "floor")
 Figures = dict[str, dict[str, Any]]
 
 
@@ -40,6 +48,7 @@ def run_tasks(
     length: int = 1024,
     scored: int = 256,
     windows: int = 4,
+    bits: Bits = BITS,
     progress: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Figures]:
     """Measure caches by tasks.
@@ -56,6 +65,8 @@ def run_tasks(
         Tokens behind it.
     windows : int
         Number of texts.
+    bits : widths
+        Of the caches that "equal-bytes" sets beside opponents.
     progress : callable
         Called with the name of a cache after each of its texts.
 
@@ -83,7 +94,7 @@ def run_tasks(
         raise ValueError(f"tasks: {', '.join(unknown)} not known; supported are {', '.join(TASKS)}")
     texts = cut_windows(subject.text, subject.encode, windows, length + scored + 1)
     run = _Run(subject, cases, length, scored, texts, progress)
-    return {task: run.task(task) for task in tasks}
+    return {task: run.task(task, bits) for task in tasks}
 
 
 class _Run:
@@ -99,7 +110,7 @@ class _Run:
         self.subject, self.cases, self.texts = subject, cases, texts
         self.length, self.scored, self.progress = length, scored, progress
 
-    def task(self, name: str) -> Figures:
+    def task(self, name: str, bits: Bits) -> Figures:
         if name in KINDS:
             return self.questions(name)
         if name == "free":
@@ -108,22 +119,38 @@ class _Run:
             channels = self.channels()
             with shifted_keys(self.subject.model, [channels // 2 - 2, channels - 2], SHIFT):
                 return self.divergence("single")
-        if name in OUTLIERS:
+        if name in STRESSES:
+            factors, where = STRESSES[name]
+            schedule = "short" if where == "-short" else "single"
+            begin = {"": 0, "-late": self.length, "-short": SCHEDULES[schedule].first}[where]
             pairs = (self.channels() // 2 - 3, self.channels() // 16)
-            with large_channels(self.subject.model, dict(zip(pairs, OUTLIERS[name], strict=True))):
-                return self.divergence("single")
+            changes = dict(zip(pairs, factors, strict=True))
+            with large_channels(self.subject.model, changes, begin=begin):
+                return self.divergence(schedule)
+        if name == "equal-bytes":
+            return self.equal_bytes(bits)
         return self.divergence(name)
+
+    def equal_bytes(self, bits: Bits) -> Figures:
+        """Single tokens through every opponent, and through a held budget of the bytes that it took."""
+        rivals = [case for case in self.cases if case.kind == "opponent"]
+        found = self.divergence("single", rivals)
+        budgets = [found[case.name]["bits_last"] / 16 for case in rivals]
+        own = zip(held(self.subject.model.config, budgets, bits=bits), rivals, strict=True)
+        equal = [replace(case, name=f"held, bytes of {rival.name}") for case, rival in own]
+        return found | self.divergence("single", equal)
 
     def channels(self) -> int:
         config = self.subject.model.config
         return int(getattr(config, "head_dim", 0) or config.hidden_size // config.num_attention_heads)
 
-    def divergence(self, name: str) -> Figures:
+    def divergence(self, name: str, cases: Sequence[Case] = ()) -> Figures:
         schedule = replace(SCHEDULES.get(name, SCHEDULES["single"]), prefill=self.length, scored=self.scored)
         if name == "floor":
             lowest = floor(self.subject.model, self.texts, schedule)
             return {lowest.name: lowest.summary()}
-        found = diverge(self.subject.model, self.texts, self.cases, schedule, progress=self.progress)
+        cases = cases or self.cases
+        found = diverge(self.subject.model, self.texts, cases, schedule, progress=self.progress)
         return {divergence.name: divergence.summary() for divergence in found}
 
     def questions(self, name: str) -> Figures:

@@ -82,7 +82,12 @@ def test_a_held_budget_holds_at_the_first_and_the_last_token(subject: Subject, w
 
 
 def test_schedules_read_everything_once() -> None:
-    for schedule in (Schedule(), Schedule(100, 64, 50, 7), Schedule(64, 64, 64, 64)):
+    for schedule in (
+        Schedule(),
+        Schedule(100, 64, 50, 7),
+        Schedule(64, 64, 64, 64),
+        Schedule(99, 20, first=10),
+    ):
         calls = list(schedule.calls())
         assert calls[0][0] == 0
         assert calls[-1][1] == schedule.length
