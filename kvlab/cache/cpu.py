@@ -292,10 +292,7 @@ class CpuKernels:
     def take_rows(self, move: RowMove, stream: int) -> None:
         """Let rows become others; see `kvlab.cache.store`."""
         for layer in range(len(self.store.stores)):
-            if move.tables_stand:
-                copy_pages(self.store, layer, move.source)
-            else:
-                take_rows(self.store, layer, move)
+            take_rows(self.store, layer, move)
 
     def freeze_means(
         self, layer: int, new_tokens: Any, addresses: Sequence[int], before: int, stream: int, *,
@@ -577,6 +574,12 @@ class CpuExecutor:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             mapped.madvise(mmap.MADV_HUGEPAGE)
         return np.frombuffer(mapped, np.uint8)
+
+    def copied_arena(self, store: DeviceStore, layer: int) -> Any:
+        """A copy of the pages that are live; others take no memory."""
+        arena = self.arena(int(store.arenas[layer].nbytes), store.like)
+        copy_pages(store, layer, arena)
+        return arena
 
     def score_memory(self, shape: Sequence[int], like: Any) -> Any:
         """Memory for kept scores; of pages that are not live nothing is read."""

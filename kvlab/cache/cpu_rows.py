@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.cache.frame import ASKING, LAST, add_queries, key_mean, key_shift
-from kvlab.cache.store import OPEN_PAGES, UNIT, WAITING_PAGES, DeviceStore, PagesOfRows, RowMove, named_pages
+from kvlab.cache.store import OPEN_PAGES, UNIT, WAITING_PAGES, DeviceStore, RowMove, named_pages
 from kvlab.pages import RAW, TOKENS_PER_PAGE, read_tokens, write_tokens
 
 __all__ = ["MergedTokens", "NewRow", "copy_pages", "freeze_row", "take_rows"]
@@ -200,11 +200,11 @@ def take_rows(store: DeviceStore, layer: int, move: RowMove) -> None:
         mine[name][...] = old[name]
 
 
-def copy_pages(store: DeviceStore, layer: int, source: PagesOfRows) -> None:
-    """Copy the pages of a layer from where a source has them to the same places."""
+def copy_pages(store: DeviceStore, layer: int, arena: Any) -> None:
+    """Copy the pages of a layer to the same places of another arena."""
     tables = {name: table[layer] for name, table in store.tables.items()}
     live = named_pages(tables)
-    units, others = (x.reshape(-1, UNIT) for x in (store.arenas[layer], source.arenas[layer]))
+    units, others = (x.reshape(-1, UNIT) for x in (arena, store.arenas[layer]))
     for r, layout in enumerate(store.layouts(layer)):
         first = tables["index"].view(np.uint32)[live & (tables["rung"] == r)].astype(np.int64)
         places = first[:, None] + np.arange(layout.nbytes // UNIT)

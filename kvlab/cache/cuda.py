@@ -104,10 +104,7 @@ class GpuKernels:
             source, target, target if move.in_place else source, *begins.tolist(),
             places, copies, places + 4 * pages * layers,
         ]  # fmt: skip
-        kernels.take_rows(
-            *self._of_store, addresses, pages, layers, stream,
-            in_place=move.in_place, tables_stand=move.tables_stand,
-        )  # fmt: skip
+        kernels.take_rows(*self._of_store, addresses, pages, layers, stream, in_place=move.in_place)
 
     def _states_of(self, source: PagesOfRows) -> Any:
         """LayerState structs of pages that are no store's."""
@@ -174,6 +171,10 @@ class GpuExecutor:
     def arena(self, nbytes: int, like: Any) -> Any:
         """Memory for pages."""
         return self.empty((nbytes,), "uint8", like)
+
+    def copied_arena(self, store: DeviceStore, layer: int) -> Any:
+        """A copy of an arena as a whole: the device copies it while the host goes on."""
+        return self.copied(store.arenas[layer])
 
     def taken(self, x: Any, name: str, dtype: str, mask: Any = None) -> Any:
         """An argument as kernels take it: as it is."""

@@ -24,7 +24,7 @@ from kvlab.cache.launches import KnownStep, Lse, StepCalls
 from kvlab.cache.plan import Workspace
 from kvlab.cache.reallocation import LOOKAHEAD, Reallocator, ladder_of
 from kvlab.cache.score import Collector
-from kvlab.cache.store import copy_rows, move_rows, reorder_rows
+from kvlab.cache.store import move_rows, reorder_rows
 from kvlab.cache.waiting import Merged, Waiting, merged_tokens, waits_within
 from kvlab.ops.cuda import pages as kernels
 from kvlab.pages import TOKENS_PER_PAGE
@@ -448,14 +448,12 @@ class DeviceCache(DeviceState):
 
     def copy(self) -> DeviceCache:
         """Return another cache that holds the same."""
-        stream = self.executor.stream(self.like)
-        self.flush(stream)
+        self.flush(self.executor.stream(self.like))
         other = object.__new__(DeviceCache)
         vars(other).update({name: x.copy() if isinstance(x, list) else x for name, x in vars(self).items()})
         other.waiting = Waiting([layer.takes_mean for layer in self.layers], self.waiting.holds, self.batch)
         other.waiting.take_rows(self.waiting, np.arange(self.batch))
         other._use(self.reallocator.copy())
-        copy_rows(self.store.rows(), other.kernels, stream)
         return other
 
     def clear(self) -> None:

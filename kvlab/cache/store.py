@@ -41,7 +41,6 @@ __all__ = [
     "DeviceStore",
     "PagesOfRows",
     "RowMove",
-    "copy_rows",
     "move_rows",
     "named_pages",
     "reorder_rows",
@@ -222,9 +221,9 @@ class DeviceStore:
         self._clear_tables()
 
     def copy(self) -> DeviceStore:
-        """Return a store with the same tables, which name pages at the same places; these are not written."""
+        """Return a store that holds the same pages at the same places."""
         other = copy(self)
-        other.arenas = [self.executor.arena(int(arena.nbytes), self.like) for arena in self.arenas]
+        other.arenas = [self.executor.copied_arena(self, layer) for layer in range(len(self.stores))]
         other._memory_of_tables = self.executor.copied(self._memory_of_tables)
         other.host_states = self.host_states.copy()
         other._lay_down()
@@ -407,8 +406,6 @@ class RowMove:
     kept : int32 array (batch of the source,)
         Whether a row keeps its pages for one that wants it.
     in_place : bool
-    tables_stand : bool
-        The tables name the pages of all rows already, as those of the source do: only pages are copied.
     """
 
     source: PagesOfRows
@@ -416,7 +413,6 @@ class RowMove:
     origins: NDArray[np.int32]
     kept: NDArray[np.int32]
     in_place: bool
-    tables_stand: bool = False
 
 
 def move_rows(source: PagesOfRows, kernels: Any, rows: Any, stream: int) -> None:
@@ -424,13 +420,6 @@ def move_rows(source: PagesOfRows, kernels: Any, rows: Any, stream: int) -> None
     rows = np.asarray(rows, np.int32)
     kept = np.zeros(source.tables["waits"].shape[1], np.int32)
     kernels.take_rows(RowMove(source, rows, rows, kept, in_place=False), stream)
-
-
-def copy_rows(source: PagesOfRows, kernels: Any, stream: int) -> None:
-    """Fill the pages of a store that has the tables of a source; `kernels` are those of the store."""
-    rows = np.arange(source.tables["waits"].shape[1], dtype=np.int32)
-    move = RowMove(source, rows, rows, np.zeros_like(rows), in_place=False, tables_stand=True)
-    kernels.take_rows(move, stream)
 
 
 def reorder_rows(store: DeviceStore, kernels: Any, rows: Any, stream: int) -> None:

@@ -300,7 +300,7 @@ def crop_rows(
 
 def take_rows(
     head_dim: int, dtype: str, device: int, addresses: Sequence[int], capacity: int, layers: int,
-    stream: int, *, in_place: bool, tables_stand: bool = False,
+    stream: int, *, in_place: bool,
 ) -> None:  # fmt: skip
     """Let rows of some layers take over the pages of others; see `kvlab.cache.store`.
 
@@ -310,7 +310,7 @@ def take_rows(
         As in `Rows` of pages/rows.cu, from `from` to `num_copies`.
     capacity : int
         Pages of a layer that the lists have places for.
-    in_place, tables_stand : bool
+    in_place : bool
         As in `RowMove`.
     """
     call = np.zeros(1, _ROWS)
@@ -319,8 +319,7 @@ def take_rows(
     if not capacity:
         return
     grid = _grid(capacity, layers, _FEW_BLOCKS * multiprocessors(device))
-    if not tables_stand:
-        _row_kernel("take_rows", device)((1, layers), (_TABLE_THREADS,), (call[0],), 0, stream)
+    _row_kernel("take_rows", device)((1, layers), (_TABLE_THREADS,), (call[0],), 0, stream)
     for entry in ("move_kept", "gather_pages") if in_place else ("gather_pages", "clear_free"):
         _row_kernel(entry, device)(grid, (_THREADS,), (call[0],), 0, stream)
 
