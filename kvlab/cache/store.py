@@ -289,8 +289,7 @@ class DeviceStore:
 
     def _clear_tables(self) -> None:
         overwrite = self.executor.overwrite
-        for table in self.tables.values():
-            table[...] = 0
+        self._memory_of_tables[...] = 0
         self.tables["open"][...] = -1
         overwrite(self.tables["waits"], np.repeat(self.takes_mean[:, None], self.batch, 1).astype(np.int32))
         overwrite(self.tables["free_slabs"], np.stack([*map(self.all_slabs, range(len(self.stores)))]))
