@@ -60,7 +60,7 @@ def attend(head_dim, dtype, tile):
         sums, part = cuda.local.array(own, float32), cuda.local.array(own, float32)
         for i in range(own):
             sums[i] = float32(0)
-        peak, total = LOWEST, float32(0)
+        row_max, total = LOWEST, float32(0)
         first, last = keys_of(row0, tile, rows, group, behind, keys, left, right)
         for key0 in range(first, last, tile):
             cuda.syncthreads()  # all are done with the values before
@@ -71,7 +71,7 @@ def attend(head_dim, dtype, tile):
                 if sees(row, key0 + n, group, behind, keys, left, right):
                     weights[r, n] = score_of(dot(queries, r, others, n), scale, softcap)
             cuda.syncthreads()  # scores are there for all, and all are done with keys
-            best = peak
+            best = row_max
             for n in range(tile):
                 best = max(best, weights[r, n])
             copy(others, v, of_v, batch, start_k, head, 1, key0, keys, dim)
@@ -79,7 +79,7 @@ def attend(head_dim, dtype, tile):
             for n in range(x, tile, LANES):
                 weights[r, n] = math.exp(weights[r, n] - best)
             cuda.syncthreads()  # weights and values are there for all
-            shrink = math.exp(peak - best)
+            rescale = math.exp(row_max - best)
             tile_total = float32(0)
             for i in range(own):
                 part[i] = float32(0)
@@ -89,8 +89,8 @@ def attend(head_dim, dtype, tile):
                 for i in range(own):
                     part[i] += weight * others[n, x + LANES * i]
             for i in range(own):
-                sums[i] = sums[i] * shrink + part[i]
-            peak, total = best, total * shrink + tile_total
+                sums[i] = sums[i] * rescale + part[i]
+            row_max, total = best, total * rescale + tile_total
         if row < rows:
             position, own_head = start_q + row // group, head * group + row % group
             at = offset(of_out, batch, position, own_head)
@@ -104,7 +104,7 @@ def attend(head_dim, dtype, tile):
             if x == 0:
                 value = float32(-math.inf)
                 if total != float32(0):
-                    value = peak + math.log(total)
+                    value = row_max + math.log(total)
                 lse[batch * lse_batch + own_head * lse_head + position] = value
 
     element = types.CPointer(ELEMENTS[dtype])

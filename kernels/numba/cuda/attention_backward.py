@@ -114,9 +114,9 @@ def attend_queries(head_dim, dtype, tile):
         copy(queries, q, of_q, batch, start_q, head * group, group, row0, rows, dim)
         copy(above, dout, of_dout, batch, start_q, head * group, group, row0, rows, dim)
         position, own_head = start_q + row // group, head * group + row % group
-        peak, delta = float32(0), float32(0)
+        row_lse, delta = float32(0), float32(0)
         if row < rows:
-            peak = lse[batch * lse_batch + own_head * lse_head + position]
+            row_lse = lse[batch * lse_batch + own_head * lse_head + position]
             delta = deltas[batch * delta_batch + own_head * delta_head + position]
         sums, part = cuda.local.array(own, float32), cuda.local.array(own, float32)
         for i in range(own):
@@ -130,7 +130,9 @@ def attend_queries(head_dim, dtype, tile):
             for n in range(x, tile, LANES):
                 slopes[r, n] = float32(0)
                 if row < rows and sees(row, key0 + n, group, behind, length, left, right):
-                    slopes[r, n] = slope(queries, above, r, keys, values, n, peak, delta, scale, softcap)[1]
+                    slopes[r, n] = slope(queries, above, r, keys, values, n, row_lse, delta, scale, softcap)[
+                        1
+                    ]
             cuda.syncthreads()  # slopes are there for all
             for i in range(own):
                 part[i] = float32(0)
@@ -192,10 +194,10 @@ def attend_keys(head_dim, dtype, tile):
                 if row < rows and sees(row, key, group, behind, length, left, right):
                     at = start_q + row // group
                     own_head = head * group + row % group
-                    peak = lse[batch * lse_batch + own_head * lse_head + at]
+                    row_lse = lse[batch * lse_batch + own_head * lse_head + at]
                     delta = deltas[batch * delta_batch + own_head * delta_head + at]
                     weights[n, r], slopes[n, r] = slope(
-                        queries, above, r, keys, values, n, peak, delta, scale, softcap
+                        queries, above, r, keys, values, n, row_lse, delta, scale, softcap
                     )
             cuda.syncthreads()  # probabilities and slopes are there for all
             for i in range(own):

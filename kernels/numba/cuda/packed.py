@@ -44,8 +44,8 @@ from .packed_steps import (
     first_page,
     make_keep,
     make_queries,
-    make_raise,
     make_result,
+    make_row_max,
     make_weights,
     make_whole_scores,
     make_widths,
@@ -89,7 +89,7 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, w
     """
     common = (dtype, head_dim, rows)
     make_coded_scores, make_coded_values = (
-        functools.partial(make, tight=blocks > 4) for make in (make_scores, make_values)
+        functools.partial(make, few_registers=blocks > 4) for make in (make_scores, make_values)
     )
     scores_2, scores_3, scores_4, scores_8, scores_16 = make_by_width(
         make_coded_scores, make_raw_scores, widths_k, *common
@@ -115,8 +115,8 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, w
     bring_row = make_queries(head_dim, dtype, rows, widths_k)
     widths_of = make_widths(head_dim, dtype, widths_k, widths_v)
     whole_scores = make_whole_scores(rows, score_stride, softcap, window)
-    raise_peaks = make_raise(rows, score_stride, out_floats)
-    weigh, write_floats, write_largest, write_pairs = make_weights(rows, dtype)
+    update_row_max = make_row_max(rows, score_stride, out_floats)
+    exp_scores, write_floats, write_largest, write_pairs = make_weights(rows, dtype)
     keep_scores = make_keep(rows)
     write_result = make_result(head_dim, rows, out_stride)
 
@@ -183,13 +183,13 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, w
         end = int32(first_quad + num_pages[pair] // 4)
         sums = cuda.local.array(sums_floats, float32)  # whole scores of two tokens
         out = cuda.local.array(out_floats, float32)
-        peak = cuda.local.array(rows, float32)
+        row_max = cuda.local.array(rows, float32)
         total_weight = cuda.local.array(rows, float32)
         for values_are_raw in range(first_round, end_round):
             for i in range(out_floats):
                 out[i] = float32(0)
             for row in range(rows):
-                peak[row] = LOWEST
+                row_max[row] = LOWEST
                 total_weight[row] = float32(0)
             quad = int32(first_quad + part - parts)
             while quad + parts < end:
@@ -272,21 +272,21 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, w
                     factor = step_of(k_step, slot) * power_of_two(-field_shift(width_k, t))
                     unused = slot >= tokens_here
                     if whole_scores(
-                        exchange, start, t, factor, terms, coded, cap, unused, position, lowest, peak, sums
+                        exchange, start, t, factor, terms, coded, cap, unused, position, lowest, row_max, sums
                     ):  # fmt: skip
                         raised[warp] = quad
                 if kept:
                     keep_scores(scores, quad, lane, keep, first_kept, sums)
                 cuda.syncwarp()  # whether a maximum rises is known, and the columns are read
                 if raised[warp] == quad:
-                    raise_peaks(exchange, own, mine, sums, peak, total_weight, out)
+                    update_row_max(exchange, own, mine, sums, row_max, total_weight, out)
 
                 # Probabilities relative to the running maximum, times the steps of V.
                 for t in range(2):
                     step = step_of(v_step, 2 * g + t) if width_v else float32(1)
                     if 2 * g + t >= tokens_here:
                         step = float32(0)  # the step of an unused slot may be NaN
-                    weigh(sums, t, peak, total_weight, step)
+                    exp_scores(sums, t, row_max, total_weight, step)
                 if coded_v and width_v:
                     write_largest(sums, lane, exchange, own)
                     cuda.syncwarp()  # the largest weights of all lanes are there
@@ -309,7 +309,7 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, w
                 cuda.syncwarp()  # where the pages are is read
 
             result = result_at[warp] + (values_are_raw - first_round) * rows
-            write_result(exchange, own, lane, out, total_weight, peak, partial, result)
+            write_result(exchange, own, lane, out, total_weight, row_max, partial, result)
 
     pointer, whole = types.CPointer, types.int32
     element = pointer(types.uint32 if dtype == "float32" else types.uint16)

@@ -46,12 +46,12 @@ def merge_parts(head_dim, dtype, widths_v, rows):
         first = (sequence * results * rows + row) * part_floats
         stride = int64(rows) * part_floats
 
-        peak = LOWEST
+        row_max = LOWEST
         i = thread
         while i < results:
-            peak = max_number(peak, partial[first + i * stride + head_dim])
+            row_max = max_number(row_max, partial[first + i * stride + head_dim])
             i += threads
-        weight[thread] = peak
+        weight[thread] = row_max
         cuda.syncthreads()  # the maxima of all threads are in shared memory
         half = threads // 2
         while half > 0:
@@ -59,7 +59,7 @@ def merge_parts(head_dim, dtype, widths_v, rows):
                 weight[thread] = max_number(weight[thread], weight[thread + half])
             cuda.syncthreads()  # this stage is done
             half //= 2
-        peak = weight[0]
+        row_max = weight[0]
 
         total = float32(0)
         coded_sum = cuda.local.array(each, float32)
@@ -73,7 +73,7 @@ def merge_parts(head_dim, dtype, widths_v, rows):
             weight[thread] = weighted[thread] = float32(0)
             if base + thread < results:
                 result = first + (base + thread) * stride
-                weight[thread] = math.exp(partial[result + head_dim] - peak)
+                weight[thread] = math.exp(partial[result + head_dim] - row_max)
                 weighted[thread] = weight[thread] * partial[result + head_dim + 1]
             cuda.syncthreads()  # the next weights are there
             for i in range(0, min(threads, results - base), AT_ONCE):
@@ -114,7 +114,7 @@ def merge_parts(head_dim, dtype, widths_v, rows):
                 out[to] = narrow(float32(x))
         if thread == 0:
             to = (int64(batch) * heads + head) * seqlen_q + position
-            lse[to] = float32(-math.inf) if total == 0 else peak + float32(math.log(total))
+            lse[to] = float32(-math.inf) if total == 0 else row_max + float32(math.log(total))
 
     pointer, whole = types.CPointer, types.int32
     element = pointer(types.uint32 if dtype == "float32" else types.uint16)

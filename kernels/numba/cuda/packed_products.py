@@ -39,13 +39,14 @@ def tiles_at_once(bits, dtype, head_dim):
     return max(n for n in (1, 2, 4) if blocks % n == 0 and (n < 4 or tile_words(bits, dtype) == 1))
 
 
-def make_scores(bits, dtype, head_dim, rows, tight):
+def make_scores(bits, dtype, head_dim, rows, few_registers):
     """Make the device function that writes K q, over a lane's columns, of its 8 tokens to [8 tokens][rows].
 
     Tokens are two of each page, pages go by twos, which takes fewer registers. The lane's first word of a
     page of the quad is `pool` + 4 page_at[page]. pairs[piece][tile][half][u][rows] are those of columns
     2 u + half and 8 later of q, sums_of_h[piece][u][rows] of the h of a lane's columns. Results are
-    `field_shift` powers of 2 larger than they should be, and count units of q. `tight`: registers are short.
+    `field_shift` powers of 2 larger than they should be, and count units of q. `few_registers`: few
+    are to spare.
     """
     blocks, half_sums, per_tile, pieces = head_dim // 16, 4 * rows, tile_words(bits, dtype), pieces_of(dtype)
     at_once, codes, pair_words = tiles_at_once(bits, dtype, head_dim), codes_of(bits), head_dim // 2 * rows
@@ -95,7 +96,7 @@ def make_scores(bits, dtype, head_dim, rows, tight):
                         take_pairs(pairs, pairs_at + uint32(8 * (step * at_once + j) * rows), q)
                         add_tile(words, j * per_tile, q, sums, 0)
                         add_tile(words, (at_once + j) * per_tile, q, sums, 2)
-                    if tight:
+                    if few_registers:
                         cuda.syncwarp()  # the next words are loaded only now: registers would not hold more
                 start = uint32(exchange_at + 2 * first_b * rows)
                 write_token(sums, 0, piece, exchange, start)
@@ -106,11 +107,11 @@ def make_scores(bits, dtype, head_dim, rows, tight):
     return write_scores
 
 
-def make_values(bits, dtype, head_dim, rows, tight):
+def make_values(bits, dtype, head_dim, rows, few_registers):
     """Make the device function that adds V^T p of a lane's elements to out[head_dim / 8][rows].
 
     pairs[piece][page][half][u][rows] are those of p, of units[u][rows]; a lane keeps those of its 16 tokens
-    in registers. `tight`: registers are short.
+    in registers. `few_registers`: as for scores.
     """
     blocks, per_tile, pieces = head_dim // 16, tile_words(bits, dtype), pieces_of(dtype)
     load_tile, codes, largest = load_tile_of(bits, dtype, head_dim), codes_of(bits), 2**bits - 1
@@ -166,7 +167,7 @@ def make_values(bits, dtype, head_dim, rows, tight):
         add_block(words, p, sums, starts, scales, out, first + 1, first)
         add_block(words, p, sums, starts, scales, out, first + 2, first)
         add_block(words, p, sums, starts, scales, out, first + 3, first)
-        if tight:
+        if few_registers:
             cuda.syncwarp()  # the next words are loaded only now: registers would not hold more
 
     @device

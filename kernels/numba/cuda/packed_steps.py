@@ -18,7 +18,7 @@ int32, uint32, int64, float32 = np.int32, np.uint32, np.int64, np.float32
 MERGE_THREADS = 128
 HEADROOM = float32(6)
 """How far a score may exceed the running maximum of its row before the maximum follows: what is added up then
-has to shrink, which costs more than a few larger weights."""
+has to be rescaled, which costs more than a few larger weights."""
 
 
 def make_hadamard(head_dim, threads):
@@ -137,7 +137,7 @@ def make_whole_scores(rows, score_stride, softcap, window):
     """
 
     @device
-    def whole_scores(exchange, start, t, factor, terms, coded, cap, unused, position, lowest, peak, sums):
+    def whole_scores(exchange, start, t, factor, terms, coded, cap, unused, position, lowest, row_max, sums):
         rises = False
         for row in range(rows):
             s = float32(0)
@@ -149,7 +149,7 @@ def make_whole_scores(rows, score_stride, softcap, window):
                 s = cap * float32(math.tanh(s / cap))
             if unused or (window and position < lowest[row]):
                 s = float32(-math.inf)
-            rises = rises or s > peak[row] + HEADROOM
+            rises = rises or s > row_max[row] + HEADROOM
             sums[t * rows + row] = s
         return rises
 
@@ -171,30 +171,30 @@ def make_keep(rows):
     return keep_scores
 
 
-def make_raise(rows, score_stride, out_floats):
+def make_row_max(rows, score_stride, out_floats):
     """Make the device function that lets running maxima follow the scores, and shrinks what is added up."""
 
     @device
-    def raise_peaks(exchange, own, mine, sums, peak, total_weight, out):
+    def update_row_max(exchange, own, mine, sums, row_max, total_weight, out):
         before = cuda.local.array(rows, float32)
-        shrink = cuda.local.array(rows, float32)
+        rescale = cuda.local.array(rows, float32)
         for row in range(rows):
-            before[row] = largest = peak[row]
+            before[row] = largest = row_max[row]
             for t in range(2):
                 largest = max_number(largest, sums[t * rows + row])
             exchange[uint32(mine + row)] = largest
         cuda.syncwarp()  # the largest scores of all lanes are in shared memory
         for i in range(32):
             for row in range(rows):
-                peak[row] = max_number(peak[row], exchange[uint32(own + i * score_stride + row)])
+                row_max[row] = max_number(row_max[row], exchange[uint32(own + i * score_stride + row)])
         for row in range(rows):
-            shrink[row] = math.exp(before[row] - peak[row])
-            total_weight[row] *= shrink[row]
+            rescale[row] = math.exp(before[row] - row_max[row])
+            total_weight[row] *= rescale[row]
         for i in range(out_floats):
-            out[i] *= shrink[i % rows]
+            out[i] *= rescale[i % rows]
         cuda.syncwarp()  # the largest scores are read
 
-    return raise_peaks
+    return update_row_max
 
 
 def make_weights(rows, dtype):
@@ -206,9 +206,9 @@ def make_weights(rows, dtype):
     pieces = pieces_of(dtype)
 
     @device
-    def weigh(sums, t, peak, total_weight, step):
+    def exp_scores(sums, t, row_max, total_weight, step):
         for row in range(rows):
-            p = float32(math.exp(sums[t * rows + row] - peak[row]))
+            p = float32(math.exp(sums[t * rows + row] - row_max[row]))
             total_weight[row] += p
             sums[t * rows + row] = p * step
 
@@ -248,7 +248,7 @@ def make_weights(rows, dtype):
                 pairs[to + uint32(32 * piece * rows + row)] = pair_of(a, b)
                 a, b = (a - nearest(a)) / PIECE, (b - nearest(b)) / PIECE
 
-    return weigh, write_floats, write_largest, write_pairs
+    return exp_scores, write_floats, write_largest, write_pairs
 
 
 def make_result(head_dim, rows, out_stride):
@@ -256,7 +256,7 @@ def make_result(head_dim, rows, out_stride):
     out_floats, part_floats = head_dim // 8 * rows, head_dim + 2
 
     @device
-    def write_result(exchange, own, lane, out, total_weight, peak, partial, result):
+    def write_result(exchange, own, lane, out, total_weight, row_max, partial, result):
         for i in range(out_floats):
             exchange[uint32(own + lane * out_stride + i)] = out[i]
         for row in range(rows):
@@ -269,7 +269,7 @@ def make_result(head_dim, rows, out_stride):
             partial[(result + lane) * part_floats + head_dim + 1] = total
         for row in range(rows):
             to = (result + row) * part_floats
-            partial[to + head_dim] = peak[row]
+            partial[to + head_dim] = row_max[row]
             for channel in range(lane, head_dim, 32):
                 x = float32(0)
                 for i in range(4):
