@@ -19,8 +19,10 @@ _MOST_SLOTS = 48  # whose barriers fit what SHARED_LIMIT leaves
 _LARGEST_SLOT = 16  # KiB: 10 were faster than 20 on an H200, 16 is what Llama's widths give
 _SMALL_SLOT = 8  # KiB, from which on a slot's barriers cost little beside its products
 _UNDER_WAY_SECONDS = 2e-6  # with 1.2 an H100 took 3 % longer for pythia-2.8b, with the whole ring 7 %
-_FEW_SLOTS = 64  # KiB of slots that keep memory busy
-_EVEN = 1.25  # most tiles of a block over the mean, from which on a finer split gains nothing
+_WHOLE_RING = 192  # KiB of slots, from which on more gain nothing
+_OUTPUTS = ("out", "o", "down")  # products whose columns are split
+_SPLIT = 24  # KiB that memory brings a block while sums of twice as many splits are added up
+_LONG_PHASE = 64  # KiB of outputs for a block, from which on parallel layers are faster with two splits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +92,8 @@ class TokenKernel:
     ) -> TokenKernel:
         """Choose how to specialise the kernel for a decoder.
 
-        Eight warps and as many adders as leave a thread 96 registers or more; the fewest splits that deal
-        tiles out evenly and leave room for weights on their way.
+        Eight warps and as many adders as leave a thread 96 registers or more; of splits those that lose
+        least.
 
         Raises
         ------
@@ -105,16 +107,26 @@ class TokenKernel:
                 kernel = cls(geometry, batch, bfloat16, splits, adder_groups=groups, packed=packed)
             except ValueError:
                 continue
-            tiles = geometry.hidden // 16 * splits
-            worst = -(-tiles // multiprocessors) * multiprocessors / tiles
-            small = min(kernel.slots * kernel.slot_blocks, _FEW_SLOTS)
-            found.append((-small, max(worst, _EVEN), splits, kernel))
+            found.append((kernel._lost(multiprocessors), splits, kernel))
         if not found:
             raise ValueError(
                 f"batch={batch}, hidden={geometry.hidden}, ffn={geometry.ffn}: a batch of these widths does "
                 "not fit the shared memory of a block; take a smaller batch"
             )
-        return min(found, key=lambda one: one[:3])[3]
+        return min(found, key=lambda one: one[:2])[2]
+
+    def _lost(self, multiprocessors: int) -> float:
+        """What splits cost a phase of outputs, in KiB that memory brings a block meanwhile.
+
+        The part of a ring that is not there and covers nothing of a wait, and sums on their way from block
+        to block, where splits are more or fewer than what was fastest with a whole ring on an H100. Uneven
+        tiles cost nothing: blocks without one copy weights of the next phase.
+        """
+        geometry = self.geometry
+        columns = sum(c for name, (_, c) in geometry.products().items() if name in _OUTPUTS)
+        long = geometry.parallel and 2 * geometry.hidden * columns >= 1024 * _LONG_PHASE * multiprocessors
+        missing = _WHOLE_RING - min(self.slots * self.slot_blocks, _WHOLE_RING)
+        return missing + _SPLIT * abs(math.log2(self.splits) - long)
 
     @property
     def threads(self) -> int:
@@ -251,12 +263,11 @@ class TokenKernel:
 
     def _columns(self) -> dict[str, int]:
         """Columns of each product that a block multiplies."""
-        split = ("out", "o", "down")
         found = {}
         for name, (_, columns) in self.geometry.products().items():
-            if name in split and columns % self.splits:
+            if name in _OUTPUTS and columns % self.splits:
                 raise ValueError(f"splits={self.splits}: the {columns} columns of {name} are no multiple")
-            found[name] = columns // self.splits if name in split else columns
+            found[name] = columns // self.splits if name in _OUTPUTS else columns
         return found
 
     def _fixed_bytes(self) -> int:
@@ -271,7 +282,7 @@ class TokenKernel:
 
 def _divisors(geometry: Geometry) -> Iterator[int]:
     """Splits to try: small numbers that divide the columns of every product that is split."""
-    split = [columns for name, (_, columns) in geometry.products().items() if name in ("out", "o", "down")]
+    split = [columns for name, (_, columns) in geometry.products().items() if name in _OUTPUTS]
     yield from (
         n for n in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16) if not any(columns % (32 * n) for columns in split)
     )

@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(MMA_THREADS, 2)
     const int warp = threadIdx.x / 32;
     const Matrix& qkv = call.matrices[op.layer * PRODUCTS];
 
-    norm_x(call, load_norm_weights(qkv), (char*)x, moments);
+    norm_x(call, qkv, load_norm_weights(qkv), (char*)x, moments);
     if (warp == 0) count_chunks(call, chunks);
     sync_cluster();  // x is there, and all CTAs of the cluster have begun
     for (int own = rank; own < HEAD_TILES; own += CLUSTER) {

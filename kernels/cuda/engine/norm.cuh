@@ -47,17 +47,19 @@ __device__ __forceinline__ void merge_statistics(const Call& call, float2* momen
 
 constexpr int QUADS = HIDDEN / 4, PER_THREAD = (QUADS + MMA_THREADS - 1) / MMA_THREADS;
 constexpr int LOADS = BATCH * PER_THREAD;  // of 16 bytes, to norm all tokens
-constexpr int MOST_AHEAD = BATCH > 8 ? 3 : 4, AHEAD = LOADS < MOST_AHEAD ? LOADS : MOST_AHEAD;
+constexpr int MOST_AHEAD = BATCH > 8 ? 5 : BATCH > 4 ? 8 : 4, AHEAD = LOADS < MOST_AHEAD ? LOADS : MOST_AHEAD;
+constexpr int HELD = BATCH > 4 ? 1 : PER_THREAD;  // quads whose weights a thread holds
 
 struct NormWeights {
-    uint2 weight[PER_THREAD], bias[PER_THREAD];
+    uint2 weight[HELD], bias[HELD];
 };
 
-__device__ __forceinline__ NormWeights load_norm_weights(const Matrix m) {
-    NormWeights held;
+// Of this thread's quads from `first` on.
+__device__ __forceinline__ NormWeights load_norm_weights(const Matrix& m, int first = 0) {
+    NormWeights held = {};
 #pragma unroll
-    for (int i = 0; i < PER_THREAD; ++i) {
-        const int quad = threadIdx.x + i * MMA_THREADS;
+    for (int i = 0; i < HELD; ++i) {
+        const int quad = threadIdx.x + (first + i) * MMA_THREADS;
         if (QUADS % MMA_THREADS && quad >= QUADS) break;
         held.weight[i] = ((const uint2*)m.norm_weight)[quad];
         if (LAYER_NORM) held.bias[i] = ((const uint2*)m.norm_bias)[quad];
@@ -75,7 +77,9 @@ __device__ __forceinline__ u32 normed_pair(float x, float y, float2 moments, u32
     return pack_pair(r.x, r.y);
 }
 
-__device__ __forceinline__ void norm_x(const Call& call, const NormWeights& held, char* x, float2* moments) {
+// `held`: the weights of the first quads, loaded before whatever this waited for.
+__device__ __forceinline__ void norm_x(const Call& call, const Matrix& m, NormWeights held, char* x,
+                                       float2* moments) {
     constexpr int PITCH = pitch_of(HIDDEN);
     float4 ahead[AHEAD];
     const auto load = [&](int n, int i) {
@@ -87,10 +91,10 @@ __device__ __forceinline__ void norm_x(const Call& call, const NormWeights& held
     const auto store = [&](int n, int i, const float4& h) {
         const int quad = threadIdx.x + i * MMA_THREADS;
         if (QUADS % MMA_THREADS && quad >= QUADS) return;
-        const float2 m = moments[n];
+        const float2 own = moments[n];
         uint2 pair;
-        pair.x = normed_pair(h.x, h.y, m, held.weight[i].x, held.bias[i].x);
-        pair.y = normed_pair(h.z, h.w, m, held.weight[i].y, held.bias[i].y);
+        pair.x = normed_pair(h.x, h.y, own, held.weight[i % HELD].x, held.bias[i % HELD].x);
+        pair.y = normed_pair(h.z, h.w, own, held.weight[i % HELD].y, held.bias[i % HELD].y);
         *(uint2*)(x + n * PITCH + quad * 8) = pair;
     };
 #pragma unroll
@@ -99,6 +103,7 @@ __device__ __forceinline__ void norm_x(const Call& call, const NormWeights& held
     sync_threads(OF_MMA, MMA_THREADS);  // moments are there
 #pragma unroll
     for (int a = 0; a < LOADS; ++a) {
+        if (a && a % (BATCH * HELD) == 0) held = load_norm_weights(m, a / BATCH);
         store(a % BATCH, a / BATCH, ahead[a % AHEAD]);
         if (a + AHEAD < LOADS) ahead[a % AHEAD] = load((a + AHEAD) % BATCH, (a + AHEAD) / BATCH);
     }

@@ -26,7 +26,7 @@ __device__ __forceinline__ float2 bias_of(const Operation& op, int row) {
 
 extern "C" __global__ void __launch_bounds__(MMA_THREADS) norm_tokens(const __grid_constant__ Operation op) {
     __shared__ float2 moments[BATCH];
-    norm_x(op.call, load_norm_weights(matrix_of(op)), op.normed, moments);
+    norm_x(op.call, matrix_of(op), load_norm_weights(matrix_of(op)), op.normed, moments);
 }
 
 // Of `rows` rows; 8 neighbouring threads have 16 of them and a token.
