@@ -17,6 +17,17 @@ def pages_of(cache: Any) -> list[LayerPages]:
     return [cache.pages(layer) for layer in range(cache.num_layers)]
 
 
+def seen_of(cache: Any, layer: int) -> dict[str, Any]:
+    """What the next queries see of a layer, as `kvlab.packed_attention` is told it: all, or a window."""
+    window = cache.windows[layer]
+    if not window:
+        return {}
+    return {
+        "window": (window - 1, -1),
+        "first_position": np.full(cache.batch, cache._runner.seqlen(layer), np.int32),
+    }
+
+
 class Listed(NamedTuple):
     """Stored tokens of a row, one entry each, by head, page and slot; `page` is the entry of the table."""
 

@@ -14,7 +14,7 @@ import numpy as np
 from hypothesis import strategies as st
 from kvlab.numba_kernels.cpu.cache_groups import Tables
 
-from kvlab.cache.plan import PlanShape, decode_bounds, optimum
+from kvlab.cache.plan import PlanShape, crop_bounds, decode_bounds, optimum
 from kvlab.reference.cache_layer import (
     NO_PAGE,
     PAGE,
@@ -55,6 +55,7 @@ def planner_stories(draw: st.DrawFn) -> dict[str, object]:
         "by_position": draw(st.booleans()),
         "tight": draw(st.booleans()),
         "window": draw(st.sampled_from([0, 0, 30, 130])),
+        "reach": draw(st.sampled_from([0, 0, 1, 40, 200])),
         "floor": draw(st.sampled_from([0, 1, 40])) << 32,
         "choose": draw(st.sampled_from(sorted(CHOICES))),
         "seed": draw(st.integers(0, 2**32 - 1)),
@@ -142,6 +143,7 @@ class Simulation:
     fixed: int = 100
     window: int = 0
     floor: int = 0
+    reach: int = 0
     choose: str = "greedy"
     held: Counter[tuple[int, int]] = field(default_factory=Counter)
 
@@ -154,14 +156,19 @@ class Simulation:
         change = plan(
             self.layer, ladder, new, sink=self.sink, recent=self.recent, lookahead=self.lookahead,
             fixed_nbytes=self.fixed, by_position=by_position, most_new_pages=most_new_pages,
-            window=self.window, floor=self.floor, choose=CHOICES[self.choose],
+            window=self.window, floor=self.floor, reach=self.reach, choose=CHOICES[self.choose],
         )  # fmt: skip
         self.carry_out(change, new)
+        seqlen = self.layer.seqlen if new is None else new.first + new.code.shape[1]
+        oldest = seqlen - self.reach + 1 if self.reach else 0
+        for at in [at for at in self.held if at[1] < oldest]:
+            del self.held[at]
         if new is not None and not change.status & RETRY:
             self.layer.seqlen = new.first + new.code.shape[1]
             for bh in range(len(new.code)):
                 for s in np.flatnonzero(new.valid[bh // self.layer.heads]):
-                    self.held[bh, new.first + int(s)] += 1
+                    if new.first + int(s) >= oldest:
+                        self.held[bh, new.first + int(s)] += 1
         self.check(before, change)
         return change
 
@@ -353,7 +360,8 @@ def play(story: dict[str, Any], kind: type[Simulation]) -> None:
     layer = empty_layer(name, batch, heads, 3 * total // PAGE + 40, budget, slabs)
     layer.seqlen = story["first"]
     window = story["window"] if len(layer.rungs) > 1 else 0
-    simulation = kind(layer, name, window=window, floor=story["floor"], choose=story["choose"])
+    rules = {rule: story[rule] for rule in ("floor", "reach", "choose")}
+    simulation = kind(layer, name, window=window, **rules)
     for n in story["lengths"]:
         new = draw_tokens(rng, batch, heads, n, layer.seqlen, story["kind"])
         for _ in range(40):
@@ -364,6 +372,8 @@ def play(story: dict[str, Any], kind: type[Simulation]) -> None:
         simulation.settle(story["by_position"])
     shape = PlanShape(batch, heads, layer.rung.shape[1], len(layer.rungs), layer.evicts, 2, 0)
     new_pages, dropped = decode_bounds(shape, LADDERS[name][0])
+    if story["reach"]:  # between two plans so many tokens leave the sliding window
+        new_pages, dropped = crop_bounds(shape, LADDERS[name][0], PAGE, 0)
     for step in range(story["steps"]):
         simulation.append(rng.integers(0, 256, (batch * heads, 16)).astype(np.uint8))
         simulation.observe(rng)

@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvlab.cache.cache import MixedPrecisionCache
+from kvlab.cache.reallocation import LOOKAHEAD
 from tests.held import check_store, contents_of, pages_of, positions
+from tests.twins import padding
 
 LONGEST, MOST_NEW = 600, 130
 LADDERS = {
@@ -41,6 +44,8 @@ def options_of_caches(draw: st.DrawFn) -> dict[str, Any]:
         "sink": draw(st.sampled_from([0, 4])),
         "realloc_every": draw(st.sampled_from([1, 4, 16])),
         "dtype": draw(st.sampled_from(["float16", "bfloat16"])),
+        "sliding_window": draw(st.sampled_from([None, None, 100, [40, None]])),
+        "rewind": draw(st.sampled_from([0, 20])),
     }
     if 0 not in bits and 16 not in bits:
         options["allocator"] = draw(st.sampled_from(["greedy", "greedy", "dp", "uniform"]))
@@ -67,9 +72,9 @@ class CacheStory(RuleBasedStateMachine):
         self.cache = self.make(head_dim, **options)
         if tight:
             longest = LONGEST + MOST_NEW
-            share = self.cache._limit.smallest_nbytes(longest)
-            budget = {"budget": share * self.cache.num_layers * options["batch"], "max_seqlen": longest}
-            self.cache = self.make(head_dim, **options | budget)
+            options |= {"budget": None, "max_seqlen": longest}
+            least = self.make(head_dim, **options).smallest_nbytes(longest)
+            self.cache = self.make(head_dim, **options | {"budget": least})
         self.rows: list[list[int]] = [[] for _ in range(options["batch"])]
         self.length = 0
 
@@ -81,7 +86,9 @@ class CacheStory(RuleBasedStateMachine):
     @rule(n=st.sampled_from([1, 1, 1, 2, 5, 16, 17, 64, MOST_NEW]), padded=st.booleans())
     @precondition(lambda self: self.length < LONGEST)
     def step(self, n: int, padded: bool) -> None:
-        valid = self.rng.random((len(self.rows), n)) < 0.7 if padded else np.ones((len(self.rows), n), bool)
+        valid = np.ones((len(self.rows), n), bool)
+        if padded:
+            valid = padding(self.rng, valid.shape, self.cache.windows)
         self.step_all(self.cache, self.rng, n, valid if padded else None)
         self.add(n, valid)
 
@@ -104,6 +111,12 @@ class CacheStory(RuleBasedStateMachine):
     def crop(self, data: st.DataObject) -> None:
         n = data.draw(st.integers(0, self.length))
         before, unlimited = contents_of(self.cache), self.cache.budget_nbytes is None
+        lacks = n > self.cache.rewind and self.lacks(self.length - n)
+        if lacks:
+            with pytest.raises(ValueError, match=f"n={n}: .* have left it and were dropped"):
+                self.cache.crop(n)
+            assert contents_of(self.cache) == before
+            return
         self.cache.crop(n)
         self.length -= n
         after, kept = contents_of(self.cache), {at: x for at, x in before.items() if at[3] < self.length}
@@ -111,6 +124,14 @@ class CacheStory(RuleBasedStateMachine):
         assert all(token[0] <= kept[at][0] for at, token in after.items())
         assert all(token == kept[at] for at, token in after.items() if unlimited or token[0] == kept[at][0])
         self.rows = [[p for p in held if p < self.length] for held in self.rows]
+
+    def lacks(self, end: int) -> bool:
+        """Whether a window would begin before what plans have left of a layer if rows ended at `end`."""
+        dropped = self.cache._runner._device.dropped
+        return any(
+            window and end and max(end - window + 1, 0) < dropped[layer]
+            for layer, window in enumerate(self.cache.windows)
+        )
 
     @rule(data=st.data())
     def reorder(self, data: st.DataObject) -> None:
@@ -205,6 +226,13 @@ class CacheStory(RuleBasedStateMachine):
             for row, held in enumerate(self.rows):
                 for head in range(pages.rung.shape[1]):
                     found = positions(pages, row, head)
+                    if window := cache.windows[layer]:
+                        # The next query sees all that is left of its window, and little more is kept.
+                        dropped, reach = device.dropped[layer], window + cache.rewind + LOOKAHEAD
+                        assert dropped <= max(0, self.length - window + 1)
+                        waits = not pages.k_mean[row].any() and len(found) < 128
+                        assert waits or all(p > self.length - reach for p in found)
+                        held, found = ([p for p in x if p >= dropped] for x in (held, found))
                     if 0 in self.options["bits"]:
                         assert len(set(found)) == len(found)
                         assert set(found) <= set(held)

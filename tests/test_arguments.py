@@ -32,6 +32,7 @@ WRONG: dict[str, list[Any]] = {
     "bits": ["a", 1.5, None, [], [5], 7, [0], "k4", ["k0v4"], [2, "k4v0"]],
     "importance": ["nonsense", 1, [1], {}, None],
     "pair": ["a", 1.5, None, [1], (1, 2, 3), (-2, 0), (0.5, 1)],
+    "window": ["a", 1.5, [1, 1], [0], True, NAN, 1j, {}, b"x", np.float32(2), -2, 0, HUGE],
     "path": [1.5, None, [1], {}],
     "quantized": ["a", 1.5, None, [1], np.zeros(3)],
 }
@@ -89,6 +90,8 @@ OPTIONS: dict[str, tuple[Any, str]] = {
     "allocator": ("greedy", "word"),
     "residual": (0, "count"),
     "sink": (4, "count"),
+    "sliding_window": (None, "window"),
+    "rewind": (0, "count"),
     "recent": (9, "count"),
     "plan_length": (64, "count"),
     "max_seqlen": (None, "whole"),

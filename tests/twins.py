@@ -44,7 +44,17 @@ def options_of_twins(draw: st.DrawFn) -> dict[str, Any]:
         "recent": draw(st.sampled_from([0, 20, 128])),
         "floor": draw(st.sampled_from([0, 0.5, 1, 40])),
         "realloc_every": draw(st.sampled_from([1, 4, 16])),
+        "sliding_window": draw(st.sampled_from([None, None, 100, [40, None]])),
+        "rewind": draw(st.sampled_from([0, 20])),
     }
+
+
+def padding(rng: np.random.Generator, shape: tuple[int, int], windows: tuple[int, ...]) -> np.ndarray:
+    """Which tokens are no padding: a window beyond which steps reach takes padding at their ends alone."""
+    if not any(window and shape[1] > window for window in windows):
+        return rng.random(shape) < 0.7
+    first, last = np.sort(rng.integers(0, shape[1] + 1, (2, shape[0], 1)), axis=0)
+    return (first <= np.arange(shape[1])) & (np.arange(shape[1]) < last)
 
 
 def assert_same(first: Any, second: Any) -> None:
@@ -79,13 +89,13 @@ class Twins(RuleBasedStateMachine):
             for device in self.devices
         ]
 
-    def both(self, call: Any) -> None:
+    def both(self, call: Any, refusals: Any = BudgetError) -> None:
         """Do the same with both, or have both refuse it in the same words."""
         refused = []
         for cache, device in zip(self.caches, self.devices, strict=True):
             try:
                 call(cache, device)
-            except BudgetError as error:
+            except refusals as error:
                 refused.append(str(error))
         assert len(refused) in (0, 2)
         assert len(set(refused)) < 2
@@ -99,7 +109,8 @@ class Twins(RuleBasedStateMachine):
     @precondition(lambda self: self.caches[0].seqlen < LONGEST)
     def step(self, n: int, padded: bool) -> None:
         new = [self.new(n) for _ in range(LAYERS)]
-        valid = self.rng.random((self.caches[0].batch, n)) < 0.7 if padded else None
+        cache = self.caches[0]
+        valid = padding(self.rng, (cache.batch, n), cache.windows) if padded else None
 
         def call(cache: Any, device: str) -> None:
             mask = None if valid is None else self.put(valid, device)
@@ -128,7 +139,7 @@ class Twins(RuleBasedStateMachine):
     @rule(data=st.data())
     def crop(self, data: st.DataObject) -> None:
         n = data.draw(st.integers(0, self.caches[0].seqlen))
-        self.both(lambda cache, device: cache.crop(n))
+        self.both(lambda cache, device: cache.crop(n), (BudgetError, ValueError))
 
     @rule(data=st.data())
     def reorder(self, data: st.DataObject) -> None:

@@ -60,6 +60,13 @@ class MixedPrecisionCache(CacheOptions):
     allocator : {"greedy", "dp", "uniform"}
         How widths are chosen under the budget. "dp" is the optimum, and its time grows as the square of the
         length: a plan of 32K tokens takes about as long as with "greedy", one of 100K four times as long.
+    sliding_window : int or sequence, optional
+        How many tokens a query sees, itself the last one: in all layers, or in each of them, None for full
+        attention. Such a layer keeps no other tokens. A relative budget counts no more than those of it, an
+        absolute one is divided as layers keep tokens of `max_seqlen` (or `plan_length`).
+    rewind : int
+        Most tokens that `crop` may remove once tokens have left sliding windows: so many more are kept, and
+        counted by a relative budget.
     residual : int
         Number of newest tokens that stay exact, in pages of width 16 of their own.
     sink, recent : int
@@ -110,18 +117,27 @@ class MixedPrecisionCache(CacheOptions):
         super().__post_init__()
         policy = make_policy(self.importance, self.ema_decay)
         self._layers = [
-            Layer(LayerFormat(ladder, self.num_heads_kv, self.head_dim, self.dtype), self.residual, policy)
-            for ladder in parse_bits(self.bits, self.num_layers)
+            Layer(
+                LayerFormat(ladder, self.num_heads_kv, self.head_dim, self.dtype),
+                self.residual,
+                policy,
+                window,
+            )
+            for ladder, window in zip(parse_bits(self.bits, self.num_layers), self.windows, strict=True)
         ]
-        self._limit = Limit(self, smallest_of(self._layers), self._layers[0].store.fixed_nbytes)
-        if self.max_seqlen is not None and not self._limit.fits(self.max_seqlen, self.batch):
-            raise self._limit.refusal(self.max_seqlen, self.batch)
-        self._runner = Runner(self, self._layers, self._limit)
+        limit = Limit(self, smallest_of(self._layers), self._layers[0].store.fixed_nbytes)
+        if self.max_seqlen is not None and not limit.fits(self.max_seqlen, self.batch):
+            raise limit.refusal(self.max_seqlen, self.batch)
+        self._runner = Runner(self, self._layers, limit)
         self._copies_nothing = self.on_gpu
 
     def __reduce__(self) -> tuple[Any, ...]:
         """What pickles are made of: what the cache holds, on the host."""
         return _made_of, (type(self), self._options(), self._runner.contents())
+
+    @property
+    def _limit(self) -> Limit:
+        return self._runner.limit
 
     def _options(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
@@ -166,8 +182,8 @@ class MixedPrecisionCache(CacheOptions):
     @property
     def budget_nbytes(self) -> int | None:
         """Bytes that `nbytes` may reach at the present length; None: no limit."""
-        row_budget = self._limit.row_budget(self.seqlen, self.batch)
-        return None if row_budget is None else row_budget * self.num_layers * self.batch
+        row_budgets = self._limit.row_budgets(self.seqlen, self.batch)
+        return None if row_budgets is None else sum(row_budgets) * self.batch
 
     @property
     def bits_per_element(self) -> float:
@@ -190,7 +206,7 @@ class MixedPrecisionCache(CacheOptions):
         True
         """
         seqlen = whole_number(seqlen, "seqlen", 0, MOST)
-        return self._limit.smallest_nbytes(seqlen) * self.num_layers * self.batch
+        return self._limit.smallest_nbytes(seqlen) * self.batch
 
     def allocation(self) -> dict[str, NDArray[np.int64]]:
         """Number of pages of each rung, as arrays (layers, batch, heads) by the name of the rung.
@@ -407,9 +423,38 @@ class MixedPrecisionCache(CacheOptions):
         ------
         BudgetError
             If a relative budget falls so far that what stays does not fit; the cache is as it was.
+        ValueError
+            If tokens that left a sliding window would be seen again; the cache is as it was. See `rewind`.
         """
         end = self.seqlen - whole_number(n, "n", 0, self.seqlen)
         self._runner.crop(end)
+
+    def allow_rewind(self, n: int) -> None:
+        """Let `crop` remove up to `n` tokens that come from now on, also where layers have a sliding window.
+
+        Parameters
+        ----------
+        n : int
+            As the option `rewind`, which is never lowered.
+
+        Raises
+        ------
+        BudgetError
+            If so many more tokens do not fit; the cache is as it was.
+
+        Examples
+        --------
+        >>> cache = MixedPrecisionCache(1, 4, 2, 64, budget=None, sliding_window=32)
+        >>> cache.allow_rewind(8)
+        >>> cache.append(0, *np.ones((2, 1, 100, 2, 64), np.float32))
+        >>> cache.crop(8)
+        >>> cache.seqlen
+        92
+        """
+        n = whole_number(n, "n", 0, MOST)
+        if n > self.rewind:
+            self._runner.allow_rewind(n)
+            self.rewind = n
 
     def reset(self) -> None:
         """Forget everything."""

@@ -28,7 +28,7 @@ __all__ = ["Arrays", "contents_of", "fill"]
 Arrays = dict[str, NDArray[Any]]
 _TABLES = {"rung": np.uint8, "count": np.uint8, "base": np.uint16}
 _FRAMES = {"k_mean": "float16", "k_shift": "uint8"}
-_COUNTERS = ("seqlen", "since_collection", "room")
+_COUNTERS = ("seqlen", "since_collection", "room", "dropped")
 
 
 def contents_of(cache: DeviceCache) -> tuple[list[dict[str, Any]], Arrays]:
@@ -41,7 +41,7 @@ def contents_of(cache: DeviceCache) -> tuple[list[dict[str, Any]], Arrays]:
     store, states, arrays = cache.store, [], Arrays()
     cache.flush(cache.executor.stream(cache.like))
     for number in range(len(cache.layers)):
-        counters = cache.lengths[number], cache.since[number], cache.lookahead[number]
+        counters = (x[number] for x in (cache.lengths, cache.since, cache.lookahead, cache.dropped))
         states.append(dict(zip(_COUNTERS, counters, strict=True)) | {"tidy": cache.reallocator.tidy})
         tables = {name: store.executor.to_host(table[number]) for name, table in store.tables.items()}
         live, named = np.arange(store.entries) < tables["num_pages"][..., None], named_pages(tables)
@@ -76,7 +76,9 @@ def fill(cache: DeviceCache, states: list[dict[str, Any]], arrays: Arrays) -> No
             name.removeprefix(prefix): arrays.pop(name) for name in list(arrays) if name.startswith(prefix)
         }
         counters = (whole_number(state[name], f"{prefix}{name}", 0, MOST) for name in _COUNTERS)
-        length, since, lookahead = counters
+        length, since, lookahead, dropped = counters
+        if dropped > length:
+            raise FormatError(f"{prefix}dropped is {dropped} of {length} tokens")
         try:
             tables, arena, held = _laid_out(cache.store, number, mine, length)
         except FormatError as error:
@@ -86,6 +88,7 @@ def fill(cache: DeviceCache, states: list[dict[str, Any]], arrays: Arrays) -> No
         for name, table in tables.items():
             overwrite(cache.store.tables[name][number], table)
         cache.lengths[number], cache.since[number], cache.lookahead[number] = length, since, lookahead
+        cache.dropped[number] = dropped
         waits = tables["waits"] > 0
         cache.waiting.set(number, waits, np.where(waits, held, 0), length)
     if arrays:

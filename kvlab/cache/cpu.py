@@ -30,6 +30,7 @@ from kvlab.cache.plan import Ladder, PlanShape, choose_on_host, optimum
 from kvlab.cache.store import UNIT, WAITING_PAGES, DevicePages, DeviceStore, RowMove
 from kvlab.ops.cpu.exact import attend_exact, exact_mass
 from kvlab.ops.cpu.packed import attend_into, mass
+from kvlab.ops.packed import Window
 from kvlab.pages import (
     QUAD,
     TOKENS_PER_PAGE,
@@ -159,7 +160,7 @@ class CpuKernels:
         self, first: int, layers: int, workspace: Workspace, ladder: Ladder, stream: int, *, sink: int,
         recent: int, lookahead: int, fixed_nbytes: int, by_position: bool = False, cropped: bool = False,
         codes: int = 0, valid: int = 0, positions: int = 0, num_new: int = 0, first_position: int = 0,
-        window: int = 0, floor: int = 0, allocator: str = "greedy",
+        window: int = 0, floor: int = 0, rewind: int = 0, allocator: str = "greedy",
     ) -> None:  # fmt: skip
         """`kvlab.cache.plan.launch_plan`: layers are planned side by side, always as if `cropped`."""
         from kvlab.numba_kernels.cpu.cache_groups import NewTokens, Rules
@@ -181,10 +182,11 @@ class CpuKernels:
                 length = int(store.tables["seqlen"][layer].max(initial=0))
                 seqlen = first_position + num_new if num_new else length
                 new = NewTokens(array_at(codes, (pairs, num_new), "uint8"), mask, at)
+                reach = store.reach(layer, rewind)
                 rules = Rules(
                     store.heads, int(store.stores[layer].evicts), store.slab[layer] // UNIT,
                     workspace.shape.segments, seqlen, sink, recent, lookahead, by_position, fixed_nbytes,
-                    workspace.most_new_pages, window, floor,
+                    workspace.most_new_pages, window, floor, seqlen - reach + 1 if reach else 0,
                 )  # fmt: skip
                 tables, levels, status = self.tables(layer), levels_of(ladder), 0
                 groups, weights, bytes_left = count_tokens(tables, levels, rules, new)
@@ -459,8 +461,12 @@ class AppendCall:
 class AttendCall:
     """Packed attention over the pages of one layer, as `kvlab.ops.cuda.packed.AttendCall`."""
 
-    def __init__(self, pages: DevicePages, *, scale: float, softcap: float, scores: Any = None) -> None:
-        self._pages, self._scale, self._softcap, self._scores = pages, scale, softcap, scores
+    def __init__(
+        self, pages: DevicePages, *, scale: float, softcap: float, scores: Any = None,
+        window: Window | None = None,
+    ) -> None:  # fmt: skip
+        self._pages, self._scale, self._softcap = pages, scale, softcap
+        self._scores, self._window = scores, window
 
     def use(self, workspace: Any, scores: Any) -> None:
         """Keep scores elsewhere from now on."""
@@ -474,7 +480,7 @@ class AttendCall:
         results = array_at(out, view.shape, "float32"), array_at(lse, (batch, heads, steps), "float32")
         attend_into(
             *results, kept.reshape(*quads, kept.shape[-1] // slots, slots), view_at(view), self._pages,
-            heads // pairs[1], self._scale, self._softcap,
+            heads // pairs[1], self._scale, self._softcap, self._window,
         )  # fmt: skip
 
 

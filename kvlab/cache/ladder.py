@@ -225,11 +225,15 @@ class LayerFormat:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: the pages of its ladder, its residual window, the policy of importance."""
+    """One layer: the pages of its ladder, its residual window, the policy of importance, its sliding window.
+
+    `sliding_window`: how many tokens a query sees, itself the last one; 0: all.
+    """
 
     store: LayerFormat
     residual: int
     policy: Policy
+    sliding_window: int = 0
 
     @cached_property
     def stored(self) -> LayerFormat:

@@ -84,7 +84,7 @@ class StepCalls:
         self._workspaces: dict[int, Any] = {}
         # Of the last call of `attend`, whose launches are kept: the next one is often like it.
         self._last_shape: Any = None
-        self._attends: dict[tuple[int, str], Any] = {}
+        self._attends: dict[tuple[int, str, int], tuple[Any, Any]] = {}  # with the windows that they read
         self._semaphores: Any = None
         self._memory: tuple[Any, Any, Any, Any] | None = None  # for the layers of a long step
 
@@ -116,8 +116,9 @@ class StepCalls:
                 lse = Lse(kept, self._executor.view(kept, "lse").pointer)
             pages, workspace = self._store.pages(layer, waiting=mode != "none"), self._workspaces[steps]
             attend = self._kernels.attend_call(
-                q, pages, workspace, scale=scale, softcap=softcap, scores=scores
-            )
+                q, pages, workspace, scale=scale, softcap=softcap, scores=scores,
+                window=self._store.window(layer),
+            )  # fmt: skip
             append = self.append(layer, steps, scale, softcap, observed)
             found = self._steps[key] = attend, append, lse or self._lse_of(steps)
         return found
@@ -156,11 +157,12 @@ class StepCalls:
         return self._lse[steps]
 
     def attend(
-        self, layer: int, q: Any, view: CudaView, scale: float, softcap: float, kept: int
+        self, layer: int, q: Any, view: CudaView, scale: float, softcap: float, kept: int, after: int = 0
     ) -> tuple[Any, Any, Any]:
         """Attend stored tokens with any number of queries: out, lse, scores of the last `kept` rows.
 
-        The next call for as many queries gives the same arrays again, until `forget`.
+        The first query stands `after` tokens behind the stored ones. The next call for as many queries gives
+        the same arrays again, until `forget`.
         """
         steps, most, executor = view.shape[1], self.most_query_tokens, self._executor
         if steps > most > 0:
@@ -171,7 +173,8 @@ class StepCalls:
             for end in range((steps - 1) % most + 1, steps + 1, most):  # the last part is a whole one
                 part = slice(max(end - most, 0), end)
                 of_part, last = q[:, part], kept if end == steps else 0
-                found = self.attend(layer, of_part, executor.view(of_part, "q"), scale, softcap, last)
+                own = executor.view(of_part, "q"), scale, softcap, last, after + part.start
+                found = self.attend(layer, of_part, *own)
                 out[:, part], lse[:, :, part], scores = found
             return out, lse, scores
         shape = view.shape, scale, softcap, kept
@@ -182,13 +185,13 @@ class StepCalls:
             self._memory = self._for_attend(q, view, kept)
         out, lse, scores, workspace = self._memory
         mode = self._waiting.mode(layer)
-        call = self._attends.get((layer, mode))
-        if call is None:
-            pages = self._store.pages(layer, waiting=mode != "none")
-            call = self._kernels.attend_call(q, pages, workspace, scale=scale, softcap=softcap, scores=scores)
-            self._attends[layer, mode] = call
-        else:
-            call.use(workspace, scores)
+        known = layer, mode, after if self._store.sliding_windows[layer] else 0
+        if known not in self._attends:
+            pages, window = self._store.pages(layer, waiting=mode != "none"), self._store.window(layer, after)
+            rules = {"scale": scale, "softcap": softcap, "scores": scores, "window": window}
+            self._attends[known] = self._kernels.attend_call(q, pages, workspace, **rules), window
+        call, _ = self._attends[known]
+        call.use(workspace, scores)
         call(view, executor.pointer(out), executor.pointer(lse), executor.stream(q))
         return out, lse, scores
 

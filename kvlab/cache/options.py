@@ -6,8 +6,9 @@ cache is made from again.
 An absolute budget (`"6GiB"`, an int) is a cap on all live buffers of the cache. A relative one (`0.35`,
 `"35%"`, `"4.25bpe"`) is a fraction of the bytes that a float16 cache would take at
 `max(present length, plan_length)`, so that it grows with the sequence; 1 bpe is a sixteenth. Either way each
-row owns 1/batch of it and each layer an equal share, so that a row never depends on its batch mates. `Limit`
-is the budget of one cache: it says which lengths fit, and refuses the others.
+row owns 1/batch of it, so that a row never depends on its batch mates. Layers get equal shares, but one with
+a sliding window counts no more tokens than it keeps. `Limit` is the budget of one cache: it says which
+lengths fit, and refuses the others.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from __future__ import annotations
 import difflib
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, MISSING, dataclass, fields
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ __all__ = [
     "Budget",
     "CacheOptions",
     "Limit",
+    "RowBudgets",
     "check_device",
     "check_names",
     "parse_budget",
@@ -53,6 +55,7 @@ _LEAST = {
     "residual": 0,
     "sink": 0,
     "recent": 0,
+    "rewind": 0,
     "plan_length": 1,
     "realloc_every": 1,
 }
@@ -145,6 +148,8 @@ class CacheOptions:
     bits: Bits = BITS
     importance: Importance = "attention"
     allocator: Method = "greedy"
+    sliding_window: int | Sequence[int | None] | None = None
+    rewind: int = 0
     residual: int = 0
     sink: int = 4
     recent: int = 28
@@ -169,6 +174,7 @@ class CacheOptions:
             self.max_seqlen = whole_number(self.max_seqlen, "max_seqlen", 0, MOST)
         if isinstance(self.bits, Iterable) and not isinstance(self.bits, str):
             self.bits = tuple(self.bits)
+        self.sliding_window = _windows(self.sliding_window, self.num_layers)
         self.ema_decay = number(self.ema_decay, "ema_decay", 0, 1)
         self.floor = number(self.floor, "floor", 0, 1 << 20)
         choice(self.allocator, "allocator", METHODS)
@@ -194,11 +200,30 @@ class CacheOptions:
         """Whether arrays and memory are on a GPU."""
         return str(self.device).split(":")[0] == "cuda"
 
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """The sliding window of each layer; 0: it has none."""
+        window = self.sliding_window
+        of_layers = window if isinstance(window, Sequence) else [window] * self.num_layers
+        return tuple(x or 0 for x in of_layers)
+
     def saved(self) -> dict[str, Any]:
         """All options that go with the cache to another machine, as JSON has them."""
         found = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "device"}
         bits = self.bits
         return {**found, "bits": bits if isinstance(bits, (str, int)) else list(map(str, bits))}
+
+
+def _windows(window: Any, num_layers: int) -> int | tuple[int | None, ...] | None:
+    """Check the sliding window of all layers, or those of each."""
+    if not isinstance(window, list | tuple):
+        return None if window is None else whole_number(window, "sliding_window", 1, MOST)
+    if len(window) != num_layers:
+        raise ValueError(
+            f"sliding_window names {len(window)} layers of {num_layers}: give each its window, or None for "
+            "full attention"
+        )
+    return tuple(None if x is None else whole_number(x, "sliding_window", 1, MOST) for x in window)
 
 
 def row_numbers(rows: Array, batch: int, keep_size: bool = False) -> NDArray[np.int64]:
@@ -229,25 +254,6 @@ class Budget:
 
     nbytes: int | None = None
     fraction: float | None = None
-
-    def row_budget(self, num_layers: int, batch: int, fp16_row_bytes: int) -> int | None:
-        """Bytes that one row of one layer may take.
-
-        Parameters
-        ----------
-        num_layers, batch : int
-            Between whom an absolute budget is divided.
-        fp16_row_bytes : int
-            What a float16 cache takes for one row of one layer at the length that counts.
-
-        Returns
-        -------
-        int or None
-            None: no limit.
-        """
-        if self.nbytes is not None:
-            return self.nbytes // (num_layers * batch)
-        return None if self.fraction is None else int(self.fraction * fp16_row_bytes)
 
 
 def parse_budget(budget: float | int | str | None) -> Budget:
@@ -301,16 +307,22 @@ def parse_budget(budget: float | int | str | None) -> Budget:
     return Budget(fraction=fraction)
 
 
+RowBudgets = Sequence[int] | None
+"""Bytes that a row may take in each layer; None: no limit."""
+
+
 class Limit:
     """The budget of one cache, for rows of any length.
 
     A relative budget never gives a row less than an empty one takes; an absolute one that does is refused.
+    Shares of an absolute one are in proportion to the tokens that layers keep, when there are `max_seqlen` of
+    them, or else `plan_length`.
 
     Parameters
     ----------
     options : CacheOptions
     smallest_nbytes : callable
-        From the tokens of a row to the bytes with which it does in any layer, at the lowest widths.
+        From a layer, the tokens of a row and `rewind` to the bytes with which it does, at the lowest widths.
     fixed_nbytes : int
         Bytes of a row without tokens, in any layer.
 
@@ -321,12 +333,14 @@ class Limit:
     """
 
     def __init__(
-        self, options: CacheOptions, smallest_nbytes: Callable[[int], int], fixed_nbytes: int
+        self, options: CacheOptions, smallest_nbytes: Callable[[int, int, int], int], fixed_nbytes: int
     ) -> None:
         self.budget = parse_budget(options.budget)
-        self.smallest_nbytes, self._fixed_nbytes = smallest_nbytes, fixed_nbytes
+        self._smallest_of, self._fixed_nbytes, self.rewind = smallest_nbytes, fixed_nbytes, options.rewind
         self._num_layers, self._plan_length = options.num_layers, options.plan_length
-        self._fp16_token = 2 * 2 * options.num_heads_kv * options.head_dim
+        self._fp16_token, self._windows = 2 * 2 * options.num_heads_kv * options.head_dim, options.windows
+        longest = max(options.max_seqlen or options.plan_length, 1)
+        self._shares = [min(longest, window or longest) for window in self._windows]
         if not self._holds_rows(options.batch):
             needed = self._empty_nbytes(options.batch)
             raise BudgetError(
@@ -336,23 +350,46 @@ class Limit:
                 needed_bytes=needed,
             )
 
-    def row_budget(self, seqlen: int, batch: int) -> int | None:
-        """Bytes that one row of one layer may take at a length; None: no limit."""
-        fp16 = self._fp16_token * max(seqlen, self._plan_length)
-        row_budget = self.budget.row_budget(self._num_layers, max(batch, 1), fp16)
-        if row_budget is None or self.budget.fraction is None:
-            return row_budget
-        return max(row_budget, self._fixed_nbytes)
+    def row_budgets(self, seqlen: int, batch: int) -> RowBudgets:
+        """Bytes that one row may take in each layer at a length; None: no limit."""
+        if self.budget.nbytes is not None:
+            of_row, whole = self.budget.nbytes // max(batch, 1), sum(self._shares)
+            return [of_row * share // whole for share in self._shares]
+        if self.budget.fraction is None:
+            return None
+        length, fraction = max(seqlen, self._plan_length), self.budget.fraction
+        tokens = [min(length, window + self.rewind if window else length) for window in self._windows]
+        return [max(int(fraction * (self._fp16_token * n)), self._fixed_nbytes) for n in tokens]
+
+    def smallest_nbytes(self, seqlen: int) -> int:
+        """Bytes of a row, in all layers by their shares, with which so many tokens fit for certain."""
+        return self._whole([self._smallest(layer, seqlen) for layer in range(self._num_layers)])
+
+    def _whole(self, needed: Sequence[int]) -> int:
+        """Bytes of which every layer's share is what it needs."""
+        whole = sum(self._shares)
+        return max(-(-n * whole // share) for n, share in zip(needed, self._shares, strict=True))
+
+    def _smallest(self, layer: int, seqlen: int) -> int:
+        return self._smallest_of(layer, seqlen, self.rewind)
 
     def fits(self, seqlen: int, batch: int) -> bool:
         """Whether rows of a length fit for certain."""
-        row_budget = self.row_budget(seqlen, batch)
-        return row_budget is None or self.smallest_nbytes(seqlen) <= row_budget
+        return not self._short(seqlen, batch)
+
+    def _short(self, seqlen: int, batch: int) -> list[tuple[int, int]]:
+        """Layers that so many tokens do not fit, and the bytes that they have for a row."""
+        budgets = self.row_budgets(seqlen, batch)
+        return [
+            (layer, given)
+            for layer, given in enumerate(budgets or ())
+            if self._smallest(layer, seqlen) > given
+        ]
 
     def refusal(self, seqlen: int, batch: int) -> BudgetError:
         """The error for a length that does not fit: it names the longest that does and the bytes needed."""
-        parts = self._num_layers * max(batch, 1)
-        needed, given = self.smallest_nbytes(seqlen) * parts, (self.row_budget(seqlen, batch) or 0) * parts
+        rows, fraction = max(batch, 1), self.budget.fraction
+        needed, given = self.smallest_nbytes(seqlen) * rows, sum(self.row_budgets(seqlen, batch) or ()) * rows
         fault = f"{seqlen} tokens in {batch} rows need at least {needed} bytes at the lowest widths and the "
         if not self._holds_rows(batch):
             return BudgetError(
@@ -360,10 +397,13 @@ class Limit:
                 "token. Raise the budget or keep fewer rows",
                 needed_bytes=needed,
             )
-        low, fraction, budget = self._longest(seqlen, batch), self.budget.fraction, "budget"
+        low, budget, short = self._longest(seqlen, batch), "budget", self._short(seqlen, batch)
         if fraction is not None:
-            enough = int(self.smallest_nbytes(seqlen) / (fraction * self._fp16_token)) + 1
-            budget = f"budget or plan_length (to {enough})"
+            enough = max(
+                int(self._smallest(layer, seqlen) / (fraction * self._fp16_token)) + 1 for layer, _ in short
+            )
+            if not any(self._windows[layer] for layer, _ in short):  # those count no more tokens then
+                budget = f"budget or plan_length (to {enough})"
         return BudgetError(
             f"{fault}budget gives {given}; the longest length that fits is {low}. Raise the {budget}, add a "
             f"lower width to bits (0 evicts) or shorten the sequence",
@@ -373,15 +413,17 @@ class Limit:
 
     def _longest(self, seqlen: int, batch: int) -> int:
         """The longest length up to one that fits; what a relative budget gives it bounds all shorter ones."""
-        while seqlen > 0 and not self.fits(seqlen, batch):
-            given = self.row_budget(seqlen, batch) or 0
-            seqlen = bisect_right(range(seqlen), given, key=self.smallest_nbytes) - 1
+        while seqlen > 0 and (short := self._short(seqlen, batch)):
+            seqlen = min(
+                bisect_right(range(seqlen), given, key=partial(self._smallest, layer)) - 1
+                for layer, given in short
+            )
         return seqlen
 
     def _holds_rows(self, batch: int) -> bool:
         """Whether rows without tokens fit."""
-        row_budget = self.row_budget(0, batch)
-        return row_budget is None or self._fixed_nbytes <= row_budget
+        budgets = self.row_budgets(0, batch)
+        return budgets is None or min(budgets) >= self._fixed_nbytes
 
     def _empty_nbytes(self, batch: int) -> int:
-        return self._fixed_nbytes * self._num_layers * max(batch, 1)
+        return self._whole([self._fixed_nbytes] * self._num_layers) * max(batch, 1)

@@ -58,7 +58,7 @@ _FIELDS = (
 _NUMBERS = (
     "segments", "chunks", "most_new_pages", "most_dropped",
     "num_new", "first_position", "sink", "recent", "lookahead", "by_position", "window", "choice",
-    "held", "cropped",
+    "held", "cropped", "rewind",
 )  # fmt: skip
 _CALL = np.dtype(
     [
@@ -320,22 +320,35 @@ def spare_nbytes(batch: int, heads: int, ladder: Ladder, slab_nbytes: int) -> in
     return int(batch * top * (1 + per_byte)) + 2 * len(cost) * slab_nbytes
 
 
+def _kept(tokens: int, reach: int) -> tuple[int, int]:
+    """How many of the tokens of a row a plan keeps, and in how many runs of positions they may begin anew."""
+    return (min(tokens, reach - 1), int(tokens > _RUN)) if reach else (tokens, 0)
+
+
 def smallest_nbytes(
-    tokens: int, heads: int, ladder: Ladder, fixed_nbytes: int, *, window: int = 0, lookahead: int = 0
+    tokens: int,
+    heads: int,
+    ladder: Ladder,
+    fixed_nbytes: int,
+    *,
+    window: int = 0,
+    lookahead: int = 0,
+    reach: int = 0,
 ) -> int:
     """Return the bytes that always suffice for a row of `tokens` tokens: as few pages as can be.
 
     Pages at the lowest level hold all tokens of a run of 65,536 positions but those of the window, which are
     in pages of the top rung, and tokens to come have an empty page there. Compact plans get there whatever
-    stands in pages; with padding rows need no more.
+    stands in pages; with padding rows need no more. `reach`: as for `kvlab.reference.cache_plan.plan`.
 
     Examples
     --------
     >>> smallest_nbytes(1000, 2, Ladder((2136, 4184), (0.018, 1e-4)), fixed_nbytes=520)
     269656
     """
-    end, exact = tokens - min(tokens, window), 0
-    low = sum(-(-(min(end, start + _RUN) - start) // _PAGE) for start in range(0, end, _RUN))
+    kept, borders = _kept(tokens, reach)
+    end, exact = tokens - min(kept, window), 0
+    low = -(-(kept - min(kept, window)) // _PAGE) + borders  # _RUN is whole pages
     if end < tokens:
         exact = sum(
             -(-(min(tokens, start + _RUN) - max(end, start)) // _PAGE)
@@ -345,7 +358,9 @@ def smallest_nbytes(
     return heads * (low * ladder.cost[0] + (exact + opened) * ladder.cost[-1]) + fixed_nbytes
 
 
-def ample_nbytes(tokens: int, heads: int, ladder: Ladder, fixed_nbytes: int, *, window: int = 0) -> int:
+def ample_nbytes(
+    tokens: int, heads: int, ladder: Ladder, fixed_nbytes: int, *, window: int = 0, reach: int = 0
+) -> int:
     """Return the bytes of a row with which no plan has to be compact.
 
     Beside full pages at the lowest level each head has a page of every rung with what is left over there, for
@@ -356,7 +371,8 @@ def ample_nbytes(tokens: int, heads: int, ladder: Ladder, fixed_nbytes: int, *, 
     >>> ample_nbytes(1000, 2, Ladder((2136, 4184), (0.018, 1e-4)), fixed_nbytes=520)
     303128
     """
-    runs = tokens // _RUN + 1
+    tokens, borders = _kept(tokens, reach)
+    runs = tokens // _RUN + 1 + borders
     exact = 3 + (-(-window // _PAGE) + 1 if window else 0)
     return (
         heads * (tokens // _PAGE * ladder.cost[0] + runs * sum(ladder.cost) + exact * ladder.cost[-1])
@@ -464,6 +480,7 @@ def launch_plan(
     cropped: bool = False,
     window: int = 0,
     floor: int = 0,
+    rewind: int = 0,
     allocator: str = "greedy",
     codes: int = 0,
     valid: int = 0,
@@ -492,6 +509,8 @@ def launch_plan(
         Newest positions that stay at the top rung, which is theirs alone.
     floor : int
         What the weights of all tokens have more than their importance, together, in units of 2**-32.
+    rewind : int
+        Tokens that layers with a sliding window keep beyond those that the next query sees.
     allocator : {"greedy", "dp", "uniform"}
         "dp" chooses on the host, so that the call waits for the device.
     codes, valid, positions, num_new, first_position : int
@@ -515,7 +534,7 @@ def launch_plan(
     call["layers"], call["codes"], call["valid"] = states + first * state_nbytes, codes, valid
     call["positions"] = positions
     call["fixed_bytes"], call["num_new"], call["first_position"] = fixed_nbytes, num_new, first_position
-    call["cropped"], call["floor"] = cropped, floor
+    call["cropped"], call["floor"], call["rewind"] = cropped, floor, rewind
     call["sink"], call["recent"], call["lookahead"] = sink, recent, lookahead
     call["by_position"], call["window"], call["choice"] = by_position, window, _CHOICES.index(allocator)
     if layers not in workspace.launches:

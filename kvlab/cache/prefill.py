@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from kvlab.arrays import CudaView, dtype_name
 from kvlab.cache.importance import MOST_TOKENS
+from kvlab.cache.options import RowBudgets
 from kvlab.cache.plan import Workspace
 from kvlab.cache.reallocation import PendingWrite
 from kvlab.cache.store import named_pages
@@ -51,7 +52,7 @@ def step(
     valid: Any,
     scale: float,
     softcap: float,
-    row_budget: int | None,
+    row_budgets: RowBudgets,
 ) -> Any:
     """A step of many tokens: `arrays` and `views` of q, k and v; the last layer waits for the device."""
     executor, steps, observed = cache.executor, views[0].shape[1], cache.observes[layer] == "mass"
@@ -60,10 +61,11 @@ def step(
         both = [_in_units(executor, x, view) for x, view in zip(arrays[:2], views[:2], strict=True)]
         arrays[:2], views[:2] = zip(*both, strict=True)
     q, k, v = arrays
-    memory = _begin(cache, layer, [k, v], valid, row_budget, stream)
-    new = _kept(cache, layer, [k, v], views[1:], valid, row_budget)
+    window = _window(cache, layer, valid, steps)
+    memory = _begin(cache, layer, [k, v], valid, row_budgets, stream)
+    new = _kept(cache, layer, [k, v], views[1:], valid, row_budgets)
     codes = executor.empty((cache.pairs, steps), "uint8", k)  # all memory is taken before anything changes
-    out, lse = attend_new(executor, q, k, v, valid, scale, softcap)
+    out, lse = attend_new(executor, q, k, v, valid, scale, softcap, window)
     collects = cache.collects(layer, steps)
     received = None
     if cache.lengths[layer]:
@@ -77,7 +79,7 @@ def step(
         cache.kernels.score_norms(k, codes, cache.settings.importance, stream)
     if received is not None:  # behind what a user's function says of new tokens: if it fails, nothing changed
         _score_stored(cache, layer, *received, steps, stream)
-    _enqueue(cache, layer, *new, codes, row_budget, memory, stream, views[0])
+    _enqueue(cache, layer, *new, codes, row_budgets, memory, stream, views[0])
     cache.count(layer, steps, collects)
     if layer == len(cache.layers) - 1:
         cache.calls.forget()
@@ -90,18 +92,18 @@ def append(
     arrays: list[Any],
     views: list[CudaView],
     valid: Any,
-    row_budget: int | None,
+    row_budgets: RowBudgets,
 ) -> None:
     """Store many tokens: `arrays` and `views` of k and v; the last layer waits for the device."""
     k, steps, executor = arrays[0], views[0].shape[1], cache.executor
     stream = executor.stream(k)
-    memory = _begin(cache, layer, arrays, valid, row_budget, stream)
-    new = _kept(cache, layer, arrays, views, valid, row_budget)
+    memory = _begin(cache, layer, arrays, valid, row_budgets, stream)
+    new = _kept(cache, layer, arrays, views, valid, row_budgets)
     codes = executor.empty((cache.pairs, steps), "uint8", k)
     cache.kernels.score_norms(k, codes, cache.settings.importance, stream)
     if cache.observes[layer] == "mass":
         _ask_function(cache, layer, codes, valid)
-    _enqueue(cache, layer, *new, codes, row_budget, memory, stream)
+    _enqueue(cache, layer, *new, codes, row_budgets, memory, stream)
     cache.count(layer, steps, False)
 
 
@@ -118,7 +120,7 @@ class _Memory(NamedTuple):
 
 
 def _begin(
-    cache: DeviceCache, layer: int, new: list[Any], valid: Any, row_budget: int | None, stream: int
+    cache: DeviceCache, layer: int, new: list[Any], valid: Any, row_budgets: RowBudgets, stream: int
 ) -> _Memory:
     """Leave nothing undone that pages of this layer wait for, and take memory for the plan."""
     cache.collector.flush(stream)
@@ -134,7 +136,7 @@ def _begin(
         if held or not waiting.must_freeze(layer, counts).all():
             merged = merged_tokens(shape, cache.executor, new[0], dtype_name(new[0]), waiting=held)
     total = steps if merged is None else merged.before + steps
-    again = length > 0 or cache.reallocator.is_tight(layer, length + steps, row_budget)
+    again = length > 0 or cache.reallocator.is_tight(layer, length + steps, row_budgets)
     return _Memory(cache.reallocator.write_workspace(total, again), counts, merged)
 
 
@@ -147,36 +149,59 @@ def _in_units(executor: Any, x: Any, view: CudaView) -> tuple[Any, CudaView]:
 
 
 def _kept(
-    cache: DeviceCache, layer: int, new: list[Any], views: list[CudaView], valid: Any, row_budget: int | None
+    cache: DeviceCache, layer: int, new: list[Any], views: list[CudaView], valid: Any, row_budgets: RowBudgets
 ) -> tuple[list[Any], list[CudaView], Any]:
     """New keys and values, their views and mask, which stay as they are until `Reallocator.synchronize`.
 
     Tokens that find no room in a first plan are read again behind the last layer's step, when the caller may
-    have put those of another layer in their place. Only a budget and tokens in pages leave too little room.
+    have put those of another layer in their place. Only a budget, or a sliding window, and tokens in pages
+    leave too little room.
     """
-    if row_budget is None or not cache.lengths[layer]:
+    limited = row_budgets is not None or cache.layers[layer].sliding_window
+    if not limited or not cache.lengths[layer]:
         return new, views, valid
     copied, view = cache.executor.copied, cache.executor.view
     new = [copied(x) for x in new]
     return new, [view(x, "x") for x in new], None if valid is None else copied(valid)
 
 
+def _window(cache: DeviceCache, layer: int, valid: Any, steps: int) -> int:
+    """How many tokens a new one sees among `steps` new ones; -1: all before it.
+
+    Rows are attended without their padding, so what lies between two tokens must be no padding.
+    """
+    window = cache.layers[layer].sliding_window
+    if not window or steps <= window:
+        return -1
+    if valid is not None:
+        for row, use in enumerate(cache.executor.to_host(valid).astype(bool)):
+            seen = np.flatnonzero(use)
+            if len(seen) and seen[-1] - seen[0] >= len(seen):
+                raise NotImplementedError(
+                    f"valid: row {row} has padding between its tokens, in {steps} steps of layer {layer}, "
+                    f"whose sliding window is {window}: pass at most {window} steps at a time, or padding at "
+                    "the ends alone"
+                )
+    return window - 1
+
+
 def attend_new(
-    executor: Any, q: Any, k: Any, v: Any, valid: Any, scale: float, softcap: float
+    executor: Any, q: Any, k: Any, v: Any, valid: Any, scale: float, softcap: float, window: int = -1
 ) -> tuple[Any, Any]:
     """Attend new tokens causally among themselves: out (B, S, Hq, D) and lse (B, Hq, S).
 
-    With padding this waits for the device: rows of unequal length are packed one behind the other.
+    Each sees `window` tokens before it; -1: all. With padding this waits for the device: rows of unequal
+    length are packed one behind the other.
     """
+    rules: dict[str, Any] = {"causal": True, "scale": scale, "softcap": softcap, "window": (window, -1)}
     if valid is None:
-        return attention(q, k, v, causal=True, scale=scale, softcap=softcap, return_lse=True)
+        return attention(q, k, v, **rules, return_lse=True)
     counts, empty = executor.to_host(valid).sum(1), executor.empty
     ends = executor.to_device(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), q)
     longest = int(counts.max(initial=0))
     packed_out, packed_lse = attention_varlen(
-        q[valid], k[valid], v[valid], ends, ends, longest, longest,
-        causal=True, scale=scale, softcap=softcap, return_lse=True,
-    )  # fmt: skip
+        q[valid], k[valid], v[valid], ends, ends, longest, longest, **rules, return_lse=True
+    )
     out, lse = empty(q.shape, dtype_name(q), q), empty((q.shape[0], q.shape[2], q.shape[1]), "float32", q)
     out[...], lse[...] = 0, float("-inf")
     out[valid] = packed_out
@@ -213,7 +238,7 @@ def _attend_stored(
         return None
     total = lse
     if kept != steps:
-        some = q[:, rows]
+        some = q[:, rows]  # in a sliding window's layer as if neighbours: that hides no token that stays
         if not whole:
             scores = cache.calls.attend(layer, some, executor.view(some, "q"), scale, softcap, some.shape[1])[
                 2
@@ -253,7 +278,7 @@ def _enqueue(
     views: list[CudaView],
     valid: Any,
     codes: Any,
-    row_budget: int | None,
+    row_budgets: RowBudgets,
     memory: _Memory,
     stream: int,
     queries: CudaView | None = None,
@@ -264,7 +289,7 @@ def _enqueue(
     mask = 0 if valid is None else pointer(valid)
     new_tokens = kernels.new_tokens(views[0], views[1], mask, pointer(codes), steps, length)
     reallocator = cache.reallocator
-    reallocator.set_row_budget(row_budget)
+    reallocator.set_row_budgets(row_budgets)
     arrays = (*new, codes) if valid is None else (*new, codes, valid)
     if counts is not None:
         if merged is not None:
@@ -279,6 +304,7 @@ def _enqueue(
     last = layer == len(cache.layers) - 1
     reallocator.enqueue(PendingWrite(layer, new_tokens, workspace, stream, arrays), last=last)
     cache.lookahead[layer] = steps  # less these steps, which are counted next
+    cache.count_dropped(layer, length + steps)
 
 
 # ---- importance as a user's function -----------------------------------------------------------------------

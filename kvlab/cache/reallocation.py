@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvlab.cache.ladder import ERRORS, LayerFormat
+from kvlab.cache.options import RowBudgets
 from kvlab.cache.plan import (
     OVER_BUDGET,
     RETRY,
@@ -65,8 +66,8 @@ class Reallocator:
         In the memory of the executor.
     capacity : int
         Tokens of a row that there is room for.
-    row_budget : int or None
-        Bytes that a row of a layer may take at that length.
+    row_budgets : sequence of int, or None
+        Bytes that a row may take in each layer at that length.
     sink, recent : int
         First and newest tokens that stay at the highest rung.
     by_position : bool
@@ -75,7 +76,7 @@ class Reallocator:
         As for `kvlab.cache.plan.launch_plan`.
     floor : float
         Importance that all tokens of a head have more than they collect, together; attention is 1.
-    takes_mean, holds_waiting : sequence of bool
+    takes_mean, holds_waiting, sliding_windows, rewind
         As for `DeviceStore`.
 
     Attributes
@@ -94,7 +95,7 @@ class Reallocator:
         executor: Any,
         like: Any,
         capacity: int,
-        row_budget: int | None,
+        row_budgets: RowBudgets,
         *,
         sink: int,
         recent: int,
@@ -104,10 +105,13 @@ class Reallocator:
         allocator: str,
         takes_mean: Sequence[bool],
         holds_waiting: Sequence[bool],
+        sliding_windows: Sequence[int],
+        rewind: int,
     ) -> None:
         self._executor, self._longest = executor, capacity + LOOKAHEAD
         self._rules: dict[str, Any] = {"sink": sink, "recent": recent, "by_position": by_position}
         self._rules |= {"window": window, "floor": round(floor * 2**32), "allocator": allocator}
+        self._rules["rewind"] = rewind
         self.ladders = [ladder_of(store) for store in stores]
 
         def spare(layer: int, slab: int) -> int:
@@ -116,8 +120,9 @@ class Reallocator:
 
         with translated_out_of_memory(f"a cache of {capacity} tokens a row"):
             self.store = DeviceStore(
-                stores, batch, executor, like, capacity, row_budget, spare, takes_mean, holds_waiting
-            )
+                stores, batch, executor, like, capacity, row_budgets, spare, takes_mean, holds_waiting,
+                sliding_windows, rewind,
+            )  # fmt: skip
             self.kernels = executor.kernels(self.store)
             shape = self._shape(0)
             # Also for crops by a quad of tokens, whose bytes a relative budget takes away.
@@ -157,7 +162,7 @@ class Reallocator:
     def restart(self, *, tidy: bool) -> None:
         """Say that the store's tables are others: whether the pages in them have no holes."""
         self._tidy = tidy
-        self._row_budget: int | None = -1
+        self._row_budgets: RowBudgets = ()
         self._pending: list[PendingWrite] = []
         self._write_workspace: tuple[tuple[int, bool], Workspace] | None = None  # for the layers of one step
 
@@ -166,58 +171,64 @@ class Reallocator:
         """Whether no page but the last of its kind has holes, as plans leave it."""
         return self._tidy
 
-    def set_row_budget(self, row_budget: int | None) -> None:
-        """Set the bytes that a row of a layer may take."""
-        if row_budget != self._row_budget:
+    def set_row_budgets(self, row_budgets: RowBudgets) -> None:
+        """Set the bytes that a row may take in each layer."""
+        if row_budgets != self._row_budgets:
             self.synchronize()
-            no_limit = int(np.iinfo(np.int64).max)
-            self.store.tables["budget"][...] = no_limit if row_budget is None else row_budget
-            self._row_budget = row_budget
+            budget = self.store.tables["budget"]
+            if row_budgets is None or len(set(row_budgets)) == 1:
+                budget[...] = int(np.iinfo(np.int64).max) if row_budgets is None else row_budgets[0]
+            else:
+                of_rows = np.repeat(np.array(row_budgets, np.int64)[:, None], self.store.batch, 1)
+                self._executor.overwrite(budget, of_rows)
+            self._row_budgets = row_budgets
 
     def status(self, layer: int) -> int:
         """Bits of `PlanStatus` that a layer has met; waits for the device."""
         return int(self._executor.to_host(self.store.tables["status"][layer])[0])
 
-    def is_tight(self, layer: int, length: int, row_budget: int | None) -> bool:
+    def is_tight(self, layer: int, length: int, row_budgets: RowBudgets) -> bool:
         """Whether so many bytes of a row may be too few for a plan of `length` tokens that is not compact."""
-        return row_budget is not None and self._nbytes(ample_nbytes, layer, length) > row_budget
+        return row_budgets is not None and self._nbytes(ample_nbytes, layer, length) > row_budgets[layer]
 
-    def holds(self, layer: int, length: int, row_budget: int | None, lookahead: int) -> bool:
-        """Whether `row_budget` bytes hold `length` tokens and open pages for `lookahead` more."""
-        return (
-            row_budget is None
-            or self._nbytes(smallest_nbytes, layer, length, lookahead=lookahead) <= row_budget
-        )
+    def holds(self, layer: int, length: int, row_budgets: RowBudgets, lookahead: int) -> bool:
+        """Whether the bytes of a row hold `length` tokens and open pages for `lookahead` more."""
+        if row_budgets is None:
+            return True
+        return self._nbytes(smallest_nbytes, layer, length, lookahead=lookahead) <= row_budgets[layer]
 
     def _nbytes(self, of: Callable[..., int], layer: int, length: int, **options: int) -> int:
-        store, window = self.store.stores[layer], self._rules["window"]
-        return of(
-            length, store.num_heads_kv, self.ladders[layer], store.fixed_nbytes, window=window, **options
-        )
+        store, window, reach = self.store.stores[layer], self._rules["window"], self.reach(layer)
+        geometry = store.num_heads_kv, self.ladders[layer], store.fixed_nbytes
+        return of(length, *geometry, window=window, reach=reach, **options)
+
+    def reach(self, layer: int) -> int:
+        """`DeviceStore.reach` of the tokens that plans keep."""
+        return self.store.reach(layer, self._rules["rewind"])
 
     def reallocate(
         self,
         first: int,
         n: int,
         stream: int,
-        lookahead: int = LOOKAHEAD,
+        lookaheads: Sequence[int],
         tight: Workspace | None = None,
     ) -> None:
-        """Choose widths anew for n layers, and open pages for `lookahead` tokens.
+        """Choose widths anew for n layers, and open pages for so many tokens of each.
 
         `tight`, from `tight_workspace`: bytes are few, so plans follow in it until one reports nothing; that
-        waits for the device.
+        waits for the device. Else `lookaheads` are the same for all.
         """
         pages = self.store.batch * self.store.heads * self.store.entries
         if tight is not None:
-            for layer in range(first, first + n):
+            for layer, lookahead in enumerate(lookaheads, first):
                 self._plan_again(layer, tight, stream, None, lookahead)
         elif self.tidy:
-            self._plan(first, n, self._decode, stream, None, lookahead)
+            self._plan(first, n, self._decode, stream, None, lookaheads[0])
         else:
             # Any page may have holes, and any tokens may have to move: a workspace for the worst.
             workspace, at_once = self._workspace(n, pages, pages)
-            self._plan_in_turns(first, n, workspace, at_once, stream, lookahead)
+            self._plan_in_turns(first, n, workspace, at_once, stream, lookaheads[0])
         self._tidy = self.tidy or n == len(self.ladders)
 
     def tight_workspace(self) -> Workspace:
@@ -225,18 +236,20 @@ class Reallocator:
         pages = self.store.batch * self.store.heads * self.store.entries
         return self._workspace(1, pages, pages)[0]
 
-    def crop(self, end: int, cropped: int, row_budget: int | None, lookahead: int, stream: int) -> None:
-        """Shorten all rows by `cropped` time steps to `end`, and plan them under `row_budget` bytes.
+    def crop(self, end: int, cropped: int, row_budgets: RowBudgets, lookahead: int, stream: int) -> None:
+        """Shorten all rows by `cropped` time steps to `end`, and plan them under `row_budgets` bytes.
 
         Open pages then have room for `lookahead` tokens. Waits for the device if rows have fewer bytes now.
         """
         shape, layers = self._shape(0), len(self.ladders)
-        fallen = max((self._row_budget or 0) - row_budget, 0) if row_budget is not None else 0
+        both = zip(self._row_budgets or (), row_budgets or (), strict=False)
+        fallen = max((max(before - after, 0) for before, after in both), default=0)
         new_pages = dropped = shape.batch * shape.heads * shape.entries
         if self.tidy:
-            new_pages, dropped = self._crop_bounds(shape, cropped, fallen)
+            left_windows = LOOKAHEAD if any(self.store.sliding_windows) else 0
+            new_pages, dropped = self._crop_bounds(shape, cropped + left_windows, fallen)
         workspace, at_once = self._workspace(layers, new_pages, dropped)
-        self.set_row_budget(row_budget)
+        self.set_row_budgets(row_budgets)
         self.kernels.crop_rows(end, stream)
         if fallen:
             self.store.tables["status"][...] &= ~RETRY

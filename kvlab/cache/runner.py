@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from kvlab.cache.cpu import CPU
 from kvlab.cache.cuda import GPU
 from kvlab.cache.ladder import Layer
 from kvlab.cache.launches import keep_launches, launch_again
-from kvlab.cache.options import MOST, CacheOptions, Limit
+from kvlab.cache.options import MOST, CacheOptions, Limit, RowBudgets
 from kvlab.cache.plan import smallest_nbytes
 from kvlab.cache.reallocation import ladder_of
 from kvlab.cache.step import DeviceCache, Settings
@@ -36,11 +37,17 @@ EXECUTORS: dict[str, Any] = {"cpu": CPU, "cuda": GPU}
 """Who carries out the operations of a cache, by the kind of its device."""
 
 
-def smallest_of(layers: Sequence[Layer]) -> Callable[[int], int]:
-    """Return a function: tokens of a row -> bytes with which it does in any layer, however they come."""
+def smallest_of(layers: Sequence[Layer]) -> Callable[[int, int, int], int]:
+    """Return a function: layer, tokens of a row, `rewind` -> bytes with which it does, however they come."""
     window, heads = layers[0].residual, layers[0].store.num_heads_kv
-    kinds = {(ladder_of(layer.stored), layer.store.fixed_nbytes) for layer in layers}
-    return lambda tokens: max(smallest_nbytes(tokens, heads, *kind, window=window) for kind in kinds)
+    kinds = [(ladder_of(layer.stored), layer.store.fixed_nbytes) for layer in layers]
+
+    def smallest(layer: int, tokens: int, rewind: int) -> int:
+        sliding = layers[layer].sliding_window
+        reach = sliding + rewind if sliding else 0
+        return smallest_nbytes(tokens, heads, *kinds[layer], window=window, reach=reach)
+
+    return smallest
 
 
 class Runner:
@@ -60,7 +67,7 @@ class Runner:
     def __init__(self, options: CacheOptions, layers: Sequence[Layer], limit: Limit) -> None:
         # A cycle would keep device memory until it is collected.
         self._options: CacheOptions = weakref.proxy(options)
-        self._layers, self._limit = layers, limit
+        self._layers, self.limit = layers, limit
         self._executor: Any = EXECUTORS["cuda" if options.on_gpu else "cpu"]
         self._met = not options.on_gpu  # arrays of the device
         self._accepted: set[Any] = set()  # layouts of arguments that were found to be right
@@ -115,10 +122,10 @@ class Runner:
         """See to open pages for a step; false where bytes are too few, so that a plan takes its tokens in."""
         if device.lookahead[layer] >= steps:
             return True
-        row_budget = self._row_budget(layer, steps)
-        opens = device.opens_pages(layer, steps, row_budget)
+        row_budgets = self._row_budgets(layer, steps)
+        opens = device.opens_pages(layer, steps, row_budgets)
         if opens:
-            device.reallocate_layer(layer, steps, row_budget)
+            device.reallocate_layer(layer, steps, row_budgets)
         return opens
 
     def _taken(self, k: Any, v: Any, valid: Any) -> list[Any]:
@@ -142,8 +149,8 @@ class Runner:
         with translated_out_of_memory(f"a step of {steps} tokens"):
             from kvlab.cache import prefill
 
-            row_budget = self._row_budget(layer, steps)
-            return prefill.step(device, layer, [q, k, v], views, valid, scale, softcap, row_budget)
+            row_budgets = self._row_budgets(layer, steps)
+            return prefill.step(device, layer, [q, k, v], views, valid, scale, softcap, row_budgets)
 
     def step_heads_first(
         self, layer: int, q: Any, k: Any, v: Any, scale: float | None, softcap: float, valid: Any
@@ -190,7 +197,8 @@ class Runner:
             self._check_out(target)
             if device.lookahead[layer] < steps:
                 self._reserve(device.lengths[layer] + steps)
-                device.reallocate_layer(layer, steps, self._row_budget(layer, steps))
+                if not self._reallocate(device, layer, steps):
+                    raise self._holds_no_open_page(layer, steps)
             device.attend_stored(layer, q, query, target.pointer, scale, softcap)
 
         def append(q: Any, k: Any, v: Any, out: Any) -> None:
@@ -218,7 +226,7 @@ class Runner:
             with translated_out_of_memory(f"{steps} new tokens"):
                 from kvlab.cache import prefill
 
-                prefill.append(device, layer, [k, v], views, valid, self._row_budget(layer, steps))
+                prefill.append(device, layer, [k, v], views, valid, self._row_budgets(layer, steps))
 
     def attend(self, layer: int, q: Any, scale: float, softcap: float) -> Any:
         """`MixedPrecisionCache.attend` on a GPU."""
@@ -229,8 +237,8 @@ class Runner:
         with translated_out_of_memory(f"attention with {view.shape[1]} queries a row"):
             return self._executor.given(device.attend(layer, q, scale, softcap), asked)
 
-    def _row_budget(self, layer: int, steps: int) -> int | None:
-        return self._limit.row_budget(self.seqlen(layer) + steps, self._options.batch)
+    def _row_budgets(self, layer: int, steps: int) -> RowBudgets:
+        return self.limit.row_budgets(self.seqlen(layer) + steps, self._options.batch)
 
     def _ready(
         self, layer: int, arrays: dict[str, Any], valid: Any
@@ -288,8 +296,8 @@ class Runner:
         """Make sure that rows of so many tokens fit the budget and the tables."""
         batch, device = self._options.batch, self._device
         if (length, batch) != self._fitting:
-            if not self._limit.fits(length, batch):
-                raise self._limit.refusal(length, batch)
+            if not self.limit.fits(length, batch):
+                raise self.limit.refusal(length, batch)
             self._fitting = length, batch  # the same for every layer of a step
         if length > device.capacity:
             capacity = self._capacity(length)
@@ -318,12 +326,13 @@ class Runner:
             realloc_every=cache.realloc_every,
             ema_decay=cache.ema_decay,
             floor=cache.floor,
+            rewind=self.limit.rewind,
             importance="attention" if callable(cache.importance) else cache.importance,
             by_function=callable(cache.importance),
         )
-        row_budget_of = partial(self._limit.row_budget, batch=cache.batch)
+        row_budgets_of = partial(self.limit.row_budgets, batch=cache.batch)
         capacity = self._capacity(length)
-        return DeviceCache(self._layers, cache.batch, settings, executor, like, capacity, row_budget_of)
+        return DeviceCache(self._layers, cache.batch, settings, executor, like, capacity, row_budgets_of)
 
     def _capacity(self, length: int) -> int:
         """Tokens of a row to have room for: a quarter more than asked, unless the longest is known."""
@@ -353,16 +362,21 @@ class Runner:
             raise ValueError(f"layers hold different numbers of tokens, {sorted(set(device.lengths))}")
         if min(device.lookahead) < steps:
             self._reserve(device.lengths[0] + steps)
-            row_budget = self._row_budget(0, steps)
-            if not all(device.opens_pages(layer, steps, row_budget) for layer in range(len(device.lengths))):
-                raise NotImplementedError(
-                    f"{row_budget} bytes a row of a layer hold no open page, so the host plans each step, "
-                    "which a graph cannot: raise the budget or call step() without one"
-                )
-            device.reallocate(steps, row_budget)
+            row_budgets = self._row_budgets(0, steps)
+            for layer in range(len(device.lengths)):
+                if not device.opens_pages(layer, steps, row_budgets):
+                    raise self._holds_no_open_page(layer, steps)
+            device.reallocate(steps, row_budgets)
         layers = range(len(device.lengths))
         collects = tuple([device.collects(layer, steps) for layer in layers])
         return device.generation, device.lengths[0] > 0, collects, tuple(map(device.waiting.mode, layers))
+
+    def _holds_no_open_page(self, layer: int, steps: int) -> NotImplementedError:
+        row_budgets = self._row_budgets(layer, steps) or [0] * len(self._layers)
+        return NotImplementedError(
+            f"{row_budgets[layer]} bytes a row of layer {layer} hold no open page, so the host plans each "
+            "step, which a graph cannot: raise the budget or call step() without one"
+        )
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -399,19 +413,30 @@ class Runner:
     def crop(self, end: int) -> None:
         """Forget the time steps from `end` on."""
         device, batch = self._device, self._options.batch
-        if end and not self._limit.fits(end, batch):
-            raise self._limit.refusal(end, batch)
+        if end and not self.limit.fits(end, batch):
+            raise self.limit.refusal(end, batch)
         if end < max(device.lengths):
-            device.crop(end, self._limit.row_budget(end, batch))
+            device.check_crop(end)
+            device.crop(end, self.limit.row_budgets(end, batch))
+
+    def allow_rewind(self, tokens: int) -> None:
+        """`MixedPrecisionCache.allow_rewind`."""
+        limit, device, batch = copy(self.limit), self._device, self._options.batch
+        limit.rewind, length = tokens, max(device.lengths)
+        if not limit.fits(length, batch):
+            raise limit.refusal(length, batch)
+        with translated_out_of_memory(f"{batch} rows of {length} tokens"):
+            device.allow_rewind(tokens, partial(limit.row_budgets, batch=batch))
+        self.limit = limit
 
     def take_rows(self, rows: NDArray[np.int64]) -> None:
         """Let row i become row `rows[i]`."""
         device, batch = self._device, len(rows)
         length = device.lengths[0]
-        if batch > self._options.batch and not self._limit.fits(length, batch):
-            raise self._limit.refusal(length, batch)
+        if batch > self._options.batch and not self.limit.fits(length, batch):
+            raise self.limit.refusal(length, batch)
         with translated_out_of_memory(f"{batch} rows of {length} tokens"):
-            device.take_rows(rows, device.capacity, partial(self._limit.row_budget, batch=batch))
+            device.take_rows(rows, device.capacity, partial(self.limit.row_budgets, batch=batch))
 
     def copy(self, options: CacheOptions) -> Runner:
         """Return a runner that holds the same, for a copy of the cache."""
@@ -432,12 +457,12 @@ class Runner:
         length = max(whole_number(state["seqlen"], "seqlen", 0, MOST) for state in states)
         if length > self._device.capacity:
             self._device = self._make(self._device.executor, self._device.like, length)
-        row_budget = self._limit.row_budget(length, self._options.batch)
+        batch = self._options.batch
         fill(self._device, states, arrays)
         store, used = self._device.store, self._device.used()
-        most = None if row_budget is None else row_budget * self._options.batch
-        if most is not None and any(store.nbytes(i, pages) > most for i, pages in enumerate(used)):
-            raise FormatError("the budget does not hold what it has stored")
+        for layer, most in enumerate(self.limit.row_budgets(length, batch) or ()):
+            if store.nbytes(layer, used[layer]) > most * batch:
+                raise FormatError("the budget does not hold what it has stored")
 
     def clear(self) -> None:
         """Forget everything."""

@@ -11,7 +11,7 @@ Steps of many tokens are planned and written at once (prefill.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,7 @@ from kvlab.arrays import CudaView
 from kvlab.cache.frame import LAST
 from kvlab.cache.ladder import Layer
 from kvlab.cache.launches import KnownStep, Lse, StepCalls
+from kvlab.cache.options import RowBudgets
 from kvlab.cache.plan import Workspace
 from kvlab.cache.reallocation import LOOKAHEAD, Reallocator, ladder_of
 from kvlab.cache.score import Collector
@@ -29,9 +30,9 @@ from kvlab.cache.waiting import Merged, Waiting, merged_tokens, waits_within
 from kvlab.ops.cuda import pages as kernels
 from kvlab.pages import TOKENS_PER_PAGE
 
-__all__ = ["DeviceCache", "DeviceState", "RowBudgetOf", "Settings"]
+__all__ = ["DeviceCache", "DeviceState", "RowBudgetsOf", "Settings"]
 
-RowBudgetOf = Callable[[int], "int | None"]
+RowBudgetsOf = Callable[[int], RowBudgets]
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Settings:
     importance: str
     floor: float
     by_function: bool
+    rewind: int
 
 
 class PlanMemory(NamedTuple):
@@ -79,29 +81,34 @@ class DeviceState:
         On the GPU; memory comes from its framework.
     capacity : int
         Tokens of a row that there is room for.
-    row_budget_of : callable
-        From the length of a row to the bytes that it may take in a layer; None: no limit.
+    row_budgets_of : callable
+        From the length of a row to the bytes that it may take in each layer; None: no limit.
     """
 
     def __init__(
         self, layers: Sequence[Layer], batch: int, settings: Settings, executor: Any, like: Any,
-        capacity: int, row_budget_of: RowBudgetOf,
+        capacity: int, row_budgets_of: RowBudgetsOf,
     ) -> None:  # fmt: skip
         store, self.executor, self.batch = layers[0].store, executor, batch
         self.layers, self.settings, self.like = layers, settings, like
         self.device = executor.view(like, "q").device
         self.pairs, self.group = batch * store.num_heads_kv, settings.num_heads_q // store.num_heads_kv
-        self.lengths, self.since, self.lookahead = ([0] * len(layers) for _ in range(3))
+        self.lengths, self.since, self.lookahead, self.dropped = ([0] * len(layers) for _ in range(4))
+        windows = [layer.sliding_window for layer in layers if layer.sliding_window]
+        self.most_steps = min([kernels.MAX_STEPS, *windows])  # tokens of a step that all see each other
         self.observes = [layer.observes for layer in layers]
         self.generation = 0
-        self.make(capacity, row_budget_of)
+        self.make(capacity, row_budgets_of)
         self.store.clear_arenas()
 
-    def make(self, capacity: int, row_budget_of: RowBudgetOf) -> None:
+    def make(self, capacity: int, row_budgets_of: RowBudgetsOf) -> None:
         """Take memory for so many tokens of a row, and forget the old."""
         takes = [layer.takes_mean for layer in self.layers]
-        row_budget = row_budget_of(0)
-        holds = [waits_within(layer, ladder_of(layer.store), row_budget) for layer in self.layers]
+        row_budgets = row_budgets_of(0)
+        holds = [
+            waits_within(layer, ladder_of(layer.store), None if row_budgets is None else row_budgets[i])
+            for i, layer in enumerate(self.layers)
+        ]
         settings = self.settings
         self.reallocator = Reallocator(
             [layer.stored for layer in self.layers],
@@ -109,7 +116,7 @@ class DeviceState:
             self.executor,
             self.like,
             capacity,
-            _arena_budget(self.layers, capacity, row_budget_of(capacity)),
+            _arena_budgets(self.layers, capacity, row_budgets_of(capacity), settings.rewind),
             sink=settings.sink,
             recent=settings.recent,
             by_position=settings.importance == "recency",
@@ -118,8 +125,10 @@ class DeviceState:
             allocator=settings.allocator,
             takes_mean=takes,
             holds_waiting=holds,
+            sliding_windows=[layer.sliding_window for layer in self.layers],
+            rewind=settings.rewind,
         )
-        self.capacity, self.row_budget_of = capacity, row_budget_of
+        self.capacity, self.row_budgets_of = capacity, row_budgets_of
         self.waiting = Waiting(takes, holds, self.batch)
         self._use(self.reallocator)
 
@@ -189,19 +198,22 @@ class DeviceState:
         self.repeated[layer] = None
 
 
-def _arena_budget(layers: Sequence[Layer], capacity: int, row_budget: int | None) -> int | None:
+def _arena_budgets(
+    layers: Sequence[Layer], capacity: int, row_budgets: RowBudgets, rewind: int
+) -> RowBudgets:
     """Bytes of a row to have memory for; None: all tokens at the top rung, which may be the window's."""
-    if row_budget is not None or not layers[0].residual:
-        return row_budget
+    if row_budgets is not None or not layers[0].residual:
+        return row_budgets
     needs = []
     for layer in layers:
         store, exact = layer.store, layer.stored.page_bytes(len(layer.stored.ladder) - 1)
-        pages = capacity // TOKENS_PER_PAGE + (1 + (capacity >> 16)) * len(store.ladder)
+        tokens = min(capacity, layer.sliding_window + rewind) if layer.sliding_window else capacity
+        pages = tokens // TOKENS_PER_PAGE + (1 + (capacity >> 16)) * len(store.ladder)
         longest = max(layer.residual, LAST - 1) if layer.takes_mean else layer.residual
         window = -(-longest // TOKENS_PER_PAGE) + 2
         packed = pages * store.page_bytes(len(store.ladder) - 1)
         needs.append(store.num_heads_kv * (packed + window * exact) + store.fixed_nbytes)
-    return max(needs)
+    return needs
 
 
 NO_TOKENS = CudaView(0, (0, 0, 0, 0), (0, 0, 0, 0), "float16", 0)
@@ -257,15 +269,15 @@ class DeviceCache(DeviceState):
         """What the importance of a new token of a step is, one of `kernels.OBSERVED`."""
         return OBSERVED_AS[self.observes[layer]]
 
-    def opens_pages(self, layer: int, steps: int, row_budget: int | None) -> bool:
-        """Whether `row_budget` bytes hold open pages for `steps` tokens; else a plan takes them in now."""
+    def opens_pages(self, layer: int, steps: int, row_budgets: RowBudgets) -> bool:
+        """Whether the bytes of a row hold open pages for `steps` tokens; else a plan takes them in now."""
         return self.waiting.mode(layer) == "all" or self.reallocator.holds(
-            layer, self.lengths[layer], row_budget, steps
+            layer, self.lengths[layer], row_budgets, steps
         )
 
     def is_short(self, steps: int) -> bool:
         """Whether a step of so many tokens is launched by `step`, not by `prefill.step`."""
-        fits = 0 < steps <= kernels.MAX_STEPS and self.group <= self.executor.max_group
+        fits = 0 < steps <= self.most_steps and self.group <= self.executor.max_group
         return fits and not self.settings.by_function
 
     def append(self, layer: int, k: Any, views: list[CudaView], valid: int) -> None:
@@ -304,7 +316,7 @@ class DeviceCache(DeviceState):
 
     # ---- room ----------------------------------------------------------------------------------------------
 
-    def reallocate_layer(self, layer: int, steps: int, row_budget: int | None) -> None:
+    def reallocate_layer(self, layer: int, steps: int, row_budgets: RowBudgets) -> None:
         """Plan a layer so that it has room for `steps` tokens, and all others with it if they stand alike.
 
         Where pages may have holes all layers are planned in any case: only together do they become tidy.
@@ -312,29 +324,32 @@ class DeviceCache(DeviceState):
         state = self.lengths[layer], self.lookahead[layer]
         together = all((self.lengths[i], self.lookahead[i]) == state for i in range(len(self.layers)))
         whole = together or not self.reallocator.tidy
-        self._plan(0 if whole else layer, len(self.layers) if whole else 1, steps, row_budget)
+        self._plan(0 if whole else layer, len(self.layers) if whole else 1, steps, row_budgets)
 
-    def reallocate(self, steps: int, row_budget: int | None) -> None:
+    def reallocate(self, steps: int, row_budgets: RowBudgets) -> None:
         """Choose widths anew for all layers and make room for the next `steps` tokens or more."""
-        self._plan(0, len(self.layers), steps, row_budget)
+        self._plan(0, len(self.layers), steps, row_budgets)
 
     def _plan(
-        self, first: int, n: int, steps: int, row_budget: int | None, memory: PlanMemory | None = None
+        self, first: int, n: int, steps: int, row_budgets: RowBudgets, memory: PlanMemory | None = None
     ) -> None:
         stream, layers = self.executor.stream(self.like), range(first, first + n)
         self.flush(stream)
-        self.reallocator.set_row_budget(row_budget)
+        self.reallocator.set_row_budgets(row_budgets)
         is_tight, lengths = self.reallocator.is_tight, self.lengths
-        tight = any(is_tight(layer, lengths[layer] + LOOKAHEAD, row_budget) for layer in layers)
-        lookahead = steps if tight else LOOKAHEAD
+        tight = any(is_tight(layer, lengths[layer] + LOOKAHEAD, row_budgets) for layer in layers)
+        # Where bytes are few, another layer may have too few of them for an open page.
+        opens = [not tight or self.opens_pages(layer, steps, row_budgets) for layer in layers]
+        lookaheads = [(steps if tight else LOOKAHEAD) * opened for opened in opens]
         memory = self._memory_of_plan(layers, tight) if memory is None else memory
-        if memory.merged is None:
-            self.reallocator.reallocate(first, n, stream, lookahead, memory.tight)
-            for layer in layers:
-                self.lookahead[layer] = lookahead
-            return
         for layer in layers:
-            self.lookahead[layer] = self._look_after_waiting(layer, steps, lookahead, memory, stream)
+            self.count_dropped(layer, lengths[layer])
+        if memory.merged is None:
+            self.reallocator.reallocate(first, n, stream, lookaheads, memory.tight)
+            self.lookahead[first : first + n] = lookaheads
+            return
+        for layer, opened, lookahead in zip(layers, opens, lookaheads, strict=True):
+            self.lookahead[layer] = self._look_after_waiting(layer, steps * opened, lookahead, memory, stream)
 
     def _memory_of_plan(self, layers: Sequence[int], tight: bool) -> PlanMemory:
         """Take what `_plan` needs, before anything changes."""
@@ -371,32 +386,51 @@ class DeviceCache(DeviceState):
             new = merged.new_tokens(NO_TOKENS, NO_TOKENS, 0, length)
             self.reallocator.take_waiting(layer, new, workspace, stream, most, memory.tight is not None)
         elif mode != "all":
-            self.reallocator.reallocate(layer, 1, stream, most, memory.tight)
+            self.reallocator.reallocate(layer, 1, stream, [most], memory.tight)
         return waiting.lookahead(layer, steps, most)
+
+    def count_dropped(self, layer: int, length: int) -> None:
+        """Say that a plan of a layer with so many tokens drops those that its sliding window has passed."""
+        reach = self.reallocator.reach(layer)
+        if reach:
+            self.dropped[layer] = max(self.dropped[layer], length - reach + 1)
 
     # ---- rare operations -----------------------------------------------------------------------------------
 
-    def crop(self, end: int, row_budget: int | None) -> None:
-        """Forget the time steps from `end` on, and keep to `row_budget` bytes a row of a layer."""
+    def check_crop(self, end: int) -> None:
+        """Refuse to forget the time steps from `end` on, if what is then seen was dropped."""
+        for layer, dropped in enumerate(self.dropped):
+            window = self.layers[layer].sliding_window
+            if window and end and max(end - window + 1, 0) < dropped:
+                raise ValueError(
+                    f"n={self.lengths[layer] - end}: at position {end} the sliding window of layer {layer}, "
+                    f"{window} tokens, begins at {max(end - window + 1, 0)}, and tokens before {dropped} "
+                    "have left it and were dropped: crop no more tokens than the option `rewind` says "
+                    f"({self.settings.rewind}), or read the text again"
+                )
+
+    def crop(self, end: int, row_budgets: RowBudgets) -> None:
+        """Forget the time steps from `end` on, and keep to `row_budgets` bytes a row of each layer."""
         stream, layers = self.executor.stream(self.like), range(len(self.layers))
         self.flush(stream)
         # Where bytes are few, tokens are dropped first and the rest planned then, in memory taken before.
-        apart = any(self.reallocator.is_tight(layer, end + LOOKAHEAD, row_budget) for layer in layers)
+        apart = any(self.reallocator.is_tight(layer, end + LOOKAHEAD, row_budgets) for layer in layers)
         memory = self._memory_of_plan(layers, True) if apart and end else None
         cropped = max(self.lengths) - end
-        self.reallocator.crop(end, cropped, None if apart else row_budget, 0 if apart else LOOKAHEAD, stream)
+        self.reallocator.crop(end, cropped, None if apart else row_budgets, 0 if apart else LOOKAHEAD, stream)
         for layer in layers:
             self.waiting.crop(layer, self.lengths[layer], end)
             self.lengths[layer] = end
+            self.dropped[layer] = min(self.dropped[layer], end)
             self.lookahead[layer] = 0 if apart or self.waiting.any(layer) else LOOKAHEAD
         if memory is not None:
-            self._plan(0, len(self.layers), 0, row_budget, memory)
+            self._plan(0, len(self.layers), 0, row_budgets, memory)
 
     def grow(self, capacity: int) -> None:
         """Make room for longer sequences."""
-        self.take_rows(np.arange(self.store.batch), capacity, self.row_budget_of)
+        self.take_rows(np.arange(self.store.batch), capacity, self.row_budgets_of)
 
-    def take_rows(self, rows: Any, capacity: int, row_budget_of: RowBudgetOf) -> None:
+    def take_rows(self, rows: Any, capacity: int, row_budgets_of: RowBudgetsOf) -> None:
         """Let row i become row `rows[i]`; an error leaves the cache as it was.
 
         As many rows for as many tokens stay in their memory; others get new memory (see `make`).
@@ -404,22 +438,22 @@ class DeviceCache(DeviceState):
         stream, store = self.executor.stream(self.like), self.store
         self.flush(stream)
         if len(rows) != store.batch or capacity != self.capacity:
-            self._move_rows(rows, capacity, row_budget_of, stream)
+            self._move_rows(rows, capacity, row_budgets_of, stream)
         elif not np.array_equal(rows, np.arange(store.batch)):
             reorder_rows(store, self.kernels, rows, stream)
             self.waiting.take_rows(self.waiting, rows)
 
-    def _move_rows(self, rows: Any, capacity: int, row_budget_of: RowBudgetOf, stream: int) -> None:
-        old, row_budget = dict(vars(self)), row_budget_of(max(self.lengths))
+    def _move_rows(self, rows: Any, capacity: int, row_budgets_of: RowBudgetsOf, stream: int) -> None:
+        old, row_budgets = dict(vars(self)), row_budgets_of(max(self.lengths))
         try:
             self.batch = len(rows)
-            self.make(capacity, row_budget_of)
+            self.make(capacity, row_budgets_of)
             new = {name: value for name, value in vars(self).items() if value is not old[name]}
             vars(self).update(old)
-            before = self.row_budget_of(max(self.lengths))
+            before = self.row_budgets_of(max(self.lengths))
             self._end_waiting([i for i, holds in enumerate(new["waiting"].holds) if not holds], stream)
-            if row_budget is not None and before is not None and row_budget < before:
-                self.crop(max(self.lengths), row_budget)  # drops no token: rows only have fewer bytes
+            if any(now < then for now, then in zip(row_budgets or (), before or (), strict=False)):
+                self.crop(max(self.lengths), row_budgets)  # drops no token: rows only have fewer bytes
             vars(self).update(new)
             move_rows(old["store"].rows(), self.kernels, rows, stream)
         except BaseException:
@@ -445,6 +479,19 @@ class DeviceCache(DeviceState):
             new = merged.new_tokens(NO_TOKENS, NO_TOKENS, 0, length)
             self.reallocator.take_waiting(layer, new, workspace, stream, 0)
             self.lookahead[layer] = 0
+            self.count_dropped(layer, length)
+
+    def allow_rewind(self, tokens: int, row_budgets_of: RowBudgetsOf) -> None:
+        """Let plans keep so many tokens beyond sliding windows from now on; an error changes nothing."""
+        before, self.settings = self.settings, replace(self.settings, rewind=tokens)
+        if any(layer.sliding_window for layer in self.layers):
+            stream = self.executor.stream(self.like)
+            try:
+                self.flush(stream)
+                self._move_rows(np.arange(self.store.batch), self.capacity, row_budgets_of, stream)
+            except BaseException:
+                self.settings = before
+                raise
 
     def copy(self) -> DeviceCache:
         """Return another cache that holds the same."""
@@ -461,5 +508,5 @@ class DeviceCache(DeviceState):
         self.collector.forget()
         self.store.clear()
         self.waiting.clear()
-        self.lengths, self.since, self.lookahead = ([0] * len(self.layers) for _ in range(3))
+        self.lengths, self.since, self.lookahead, self.dropped = ([0] * len(self.layers) for _ in range(4))
         self.reallocator.restart(tidy=True)

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from kvlab.arrays import numpy_dtype, viewed
 from kvlab.ops.cuda.pages import OPEN_PAGES, RUNGS, STATE, UNIT, WAITING_PAGES
+from kvlab.ops.packed import Window
 from kvlab.pages import NO_PAGE, QUAD, TOKENS_PER_PAGE, LayerPages, PageLayout, new_pool
 
 if TYPE_CHECKING:
@@ -149,12 +150,16 @@ class DeviceStore:
         On the device; memory comes from its framework.
     capacity : int
         Tokens of a row that the tables have room for.
-    row_budget : int or None
-        Bytes that a row of a layer may take; None: as many as the highest rung needs.
+    row_budgets : sequence of int, or None
+        Bytes that a row may take in each layer; None: as many as the highest rung needs.
     spare : callable
         `spare(layer, slab_nbytes)`: bytes of an arena beyond what rows may take.
     takes_mean, holds_waiting : sequence of bool
         By layer: whether the device takes the mean of its keys, and whether rows have pages to wait for it.
+    sliding_windows : sequence of int
+        By layer: how many tokens a query sees; 0: all.
+    rewind : int
+        Tokens that layers with a sliding window keep beyond it.
 
     Attributes
     ----------
@@ -171,27 +176,33 @@ class DeviceStore:
         executor: Any,
         like: Any,
         capacity: int,
-        row_budget: int | None,
+        row_budgets: Sequence[int] | None,
         spare: Callable[[int, int], int] = lambda layer, slab: 0,
         takes_mean: Sequence[bool] = (),
         holds_waiting: Sequence[bool] = (),
+        sliding_windows: Sequence[int] = (),
+        rewind: int = 0,
     ) -> None:
         first, self.executor = stores[0], executor
         self.takes_mean = np.array(takes_mean or [False] * len(stores), bool)
         self.holds_waiting = list(holds_waiting or [False] * len(stores))
+        self.sliding_windows = list(sliding_windows or [0] * len(stores))
         self.widest = first.exact_layout
         self.stores, self.capacity = stores, capacity
         self.batch, self.heads, self.head_dim = batch, first.num_heads_kv, first.head_dim
         self.pairs, self.num_rungs = self.batch * self.heads, max(len(store.ladder) for store in stores)
         segments = -(-capacity // (1 << 16))
-        pages = -(-capacity // TOKENS_PER_PAGE) + OPEN_PAGES + 2
-        pages += self.num_rungs * (segments + QUAD - 1)  # left over, and fillers
+        others = OPEN_PAGES + 2 + self.num_rungs * (segments + QUAD - 1)  # open, left over, and fillers
+        pages = -(-capacity // TOKENS_PER_PAGE) + others
         self.entries = max(-(-pages // QUAD) * QUAD, WAITING_PAGES)
         self.slab, self.num_slabs = [], []
         for number, store in enumerate(stores):
             records = [layout.nbytes for layout in store.layouts]
-            most = self.pairs * self.entries * max(records)
-            held = most if row_budget is None else min(self.batch * row_budget, most)
+            reach, entries = self.reach(number, rewind), self.entries
+            if reach:
+                entries = min(-(-reach // TOKENS_PER_PAGE) + others, entries)
+            most = self.pairs * entries * max(records)
+            held = most if row_budgets is None else min(self.batch * row_budgets[number], most)
             slab = slab_nbytes(tuple(records), held // max(records))
             self.slab.append(slab)
             # Every rung may leave one slab in part empty, and a slab wastes a little.
@@ -312,6 +323,7 @@ class DeviceStore:
             state["rungs"][: len(rungs)] = rungs
             state["num_rungs"], state["evicts"] = len(store.ladder), store.evicts
         states["slab_units"] = np.array(self.slab) // UNIT
+        states["sliding_window"] = self.sliding_windows
         for name in ("batch", "heads", "entries", "max_slabs", "max_pages"):
             states[name] = getattr(self, name)
         return states
@@ -329,6 +341,19 @@ class DeviceStore:
     def reserved_nbytes(self) -> int:
         """Bytes of arenas, tables and states."""
         return sum(int(x.nbytes) for x in (*self.arenas, self._memory_of_tables, self.states))
+
+    def reach(self, layer: int, rewind: int) -> int:
+        """How many tokens a query sees and crops may bring back to its sight, itself the last; 0: all."""
+        window = self.sliding_windows[layer]
+        return window + rewind if window else 0
+
+    def window(self, layer: int, after: int = 0) -> Window | None:
+        """What queries see of a layer, the first of them `after` tokens behind the stored ones."""
+        sliding = self.sliding_windows[layer]
+        if not sliding:
+            return None
+        first = self.tables["seqlen"][layer].reshape(-1)[: self.batch]  # the same for all heads of all rows
+        return Window(sliding - 1, first + after if after else first)
 
     def layouts(self, layer: int) -> tuple[PageLayout, ...]:
         """The pages of each rung; behind those of the ladder, that of tokens that wait."""

@@ -67,7 +67,7 @@ class DecodeGraph:
             raise ValueError("cache must hold a prompt on a GPU: call the model with it first")
         if len(cache.layers) != packed.num_layers:
             raise ValueError(
-                f"{len(cache.layers) - packed.num_layers} layers are not packed (sliding windows "
+                f"{len(cache.layers) - packed.num_layers} layers are not packed (linear attention "
                 f"or the like); their caches grow by copies, which a CUDA graph cannot record"
             )
         self._model, self._cache, self._packed = model, cache, packed

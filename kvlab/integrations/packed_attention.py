@@ -17,7 +17,7 @@ with needs_extra("hf", "kvlab.integrations.transformers"):
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
 
-    from kvlab.integrations.packed_layer import ATTENTION, Placeholder
+    from kvlab.integrations.packed_layer import ATTENTION, PackedLayer, Placeholder
 
 __all__ = ["packed_attention_forward", "register"]
 
@@ -82,7 +82,7 @@ def packed_attention_forward(
         options = {"dropout": dropout, "scaling": scaling, **kwargs}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     if kwargs or dropout or query.shape[2] > 1:
-        _check_packed(module, query, attention_mask, dropout, kwargs)
+        _check_packed(module, key.layer, query, attention_mask, dropout, kwargs)
     if value is not key or key.pending is None:
         raise NotImplementedError(
             "layers that share keys with another layer need a transformers.DynamicCache, not a KVLabCache"
@@ -93,6 +93,7 @@ def packed_attention_forward(
 
 def _check_packed(
     module: torch.nn.Module,
+    layer: PackedLayer,
     query: torch.Tensor,
     mask: torch.Tensor | None,
     dropout: float,
@@ -101,6 +102,11 @@ def _check_packed(
     """Refuse what packed layers do not compute; a decode step of a plain model asks for none of it."""
     _refuse_unknown(kwargs)
     is_causal = kwargs.get("is_causal", getattr(module, "is_causal", True))
+    window = kwargs.get("sliding_window") or layer.sliding_window
+    _refuse(
+        f"sliding_window={window} in a layer whose cache has {layer.sliding_window}",
+        layer.is_sliding and window != layer.sliding_window,
+    )
     _refuse("position_bias", kwargs.get("position_bias") is not None)
     _refuse("is_causal=False", mask is None and query.shape[2] > 1 and is_causal is False)
     _refuse("output_attentions=True", bool(kwargs.get("output_attentions")))

@@ -21,13 +21,17 @@ with needs_extra("hf", "kvlab.integrations.transformers"):
     import torch
     from transformers.cache_utils import CacheLayerMixin
 
-    from kvlab.integrations.padding import Padding
+    from kvlab.integrations.padding import Padding, first_seen
 
 __all__ = ["ATTENTION", "PackedLayer", "Placeholder", "SharedCache"]
 
 ATTENTION = "kvlab_packed"
 """Name of the attention function, for `attn_implementation=`."""
-_FROM_THE_MODEL = ("num_layers", "num_heads_q", "num_heads_kv", "head_dim", "batch", "dtype")
+_FROM_THE_MODEL = (
+    "num_layers", "num_heads_q", "num_heads_kv", "head_dim", "batch", "dtype", "sliding_window"
+)  # fmt: skip
+REWIND = 64
+"""Tokens that assisted decoding may take back at a time; it proposes 20, and more while all are right."""
 
 
 class Placeholder(torch.Tensor):
@@ -71,9 +75,8 @@ class Placeholder(torch.Tensor):
 
 
 class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """One full-attention layer of a `KVLabCache`."""
+    """One layer of a `KVLabCache`, with full attention or a sliding window."""
 
-    is_sliding = False
     is_croppable = True
     is_compileable = False
     supports_early_init = False  # the number of query heads is only known at the first step
@@ -81,6 +84,8 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def __init__(self, shared: SharedCache, number: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._shared, self._number = shared, number
+        self.sliding_window = shared.windows[number]  # 0: there is none
+        self.is_sliding = self.sliding_window > 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
@@ -110,7 +115,14 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self._shared.lengths[self._number]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
+        """Keys that a mask of the next step has, and the position of the first."""
+        length = self.get_seq_length()
+        first = first_seen(length, self.sliding_window)
+        return length - first + query_length, first
+
+    def activate_past_recording(self) -> None:
+        """From now on tokens may be taken back that have come after windows are full (assisted decoding)."""
+        self._shared.allow_rewind()
 
     def get_max_length(self) -> int:
         return -1
@@ -130,8 +142,9 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 class SharedCache:
     """What the packed layers of one cache share: the `MixedPrecisionCache`, the padding, their lengths."""
 
-    def __init__(self, num_layers: int, dtype: str | None, options: dict[str, Any]) -> None:
-        self.options, self.dtype = options, dtype
+    def __init__(self, windows: list[int], dtype: str | None, options: dict[str, Any]) -> None:
+        num_layers = len(windows)
+        self.options, self.dtype, self.windows = options, dtype, windows
         known = [field.name for field in fields(MixedPrecisionCache) if field.name not in _FROM_THE_MODEL]
         check_names(options, known, "the cache")
         # Geometry and batch come with the first step. The smallest ones show now if the options are valid;
@@ -159,6 +172,7 @@ class SharedCache:
         if self.cache is None:
             dtype = self.dtype or dtype_name(k, "key")
             options = {"batch": batch, "device": str(k.device), "dtype": dtype, **self.options}
+            options["sliding_window"] = [window or None for window in self.windows]
             self.cache = MixedPrecisionCache(len(self.lengths), q.shape[1], heads_kv, dim, **options)
         if batch != self.cache.batch:
             raise ValueError(
@@ -168,7 +182,7 @@ class SharedCache:
             self._check_whole()
         valid = None
         if not self.unmasked and (mask is not None or self.padding.steps is not None):
-            valid = self.padding.extend(mask, batch, self.lengths[number], new)
+            valid = self.padding.extend(mask, batch, self.lengths[number], new, self.windows[number])
         asked = q.dtype
         if q.is_cuda:
             wanted = getattr(torch, self.cache.dtype)  # of all arrays, on a GPU
@@ -203,6 +217,12 @@ class SharedCache:
             self.cache.crop(n)
             self.lengths = [length - n for length in self.lengths]
             self.padding.crop(self.lengths[0])
+
+    def allow_rewind(self) -> None:
+        if any(self.windows) and self.options.get("rewind", 0) < REWIND:
+            if self.cache is not None:
+                self.cache.allow_rewind(REWIND)
+            self.options = {**self.options, "rewind": REWIND}
 
     def reorder(self, rows: torch.Tensor) -> None:
         if self.cache is not None:

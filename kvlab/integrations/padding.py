@@ -1,7 +1,8 @@
 """Which time steps of each row are padding, read from the attention masks of transformers.
 
-A packed cache does not store padding, so it must know which new tokens are padding, and must refuse
-other masks: windows, bidirectional blocks, or padding of old tokens that has changed since they were stored.
+A packed cache does not store padding, so it must know which new tokens are padding, and must refuse other
+masks: windows that are not the layer's, bidirectional blocks, or padding of old tokens that has changed since
+they were stored.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["Padding"]
+__all__ = ["Padding", "first_seen"]
 
 
 class Padding:
@@ -24,18 +25,23 @@ class Padding:
 
     def __init__(self) -> None:
         self.steps: torch.Tensor | None = None
-        self._last: tuple[torch.Tensor, int, torch.Tensor | None] | None = None
+        self._last: dict[int, tuple[torch.Tensor, int, torch.Tensor | None]] = {}  # by the window
 
-    def extend(self, mask: torch.Tensor | None, batch: int, length: int, new: int) -> torch.Tensor | None:
+    def extend(
+        self, mask: torch.Tensor | None, batch: int, length: int, new: int, window: int = 0
+    ) -> torch.Tensor | None:
         """Take the mask of a step with `new` tokens behind `length` old ones.
 
-        Every layer of a model calls this with the same arguments; the later calls change nothing and, given
-        the very same mask, look at nothing: a look at a mask on a GPU waits for it.
+        Every layer of a model calls this, all of one window with the same arguments; the later calls change
+        nothing and, given the very same mask, look at nothing: a look at a mask on a GPU waits for it.
 
         Parameters
         ----------
-        mask : (batch, 1, new, length + new) bool tensor or None
+        mask : (batch, 1, new, tokens) bool tensor or None
             As `transformers.masking_utils.sdpa_mask` makes it: True where a query sees a key; None: causal.
+            Keys are all, `length + new`, or with a window those from `first_seen` on.
+        window : int
+            How many tokens a query sees, itself the last one; 0: all.
 
         Returns
         -------
@@ -49,29 +55,35 @@ class Padding:
         ValueError
             If the padding of old tokens differs from what it was.
         """
-        if mask is not None and self._last is not None and self._last[0] is mask and self._last[1] == length:
-            return self._last[2]
-        valid = self._extend(mask, batch, length, new)
-        self._last = None if mask is None else (mask, length, valid)
+        last = self._last.get(window)
+        if last is not None and last[0] is mask and last[1] == length:
+            return last[2]
+        valid = self._extend(mask, batch, length, new, window)
+        self._last.pop(window, None)
+        if mask is not None:
+            self._last[window] = mask, length, valid
         return valid
 
-    def _extend(self, mask: torch.Tensor | None, batch: int, length: int, new: int) -> torch.Tensor | None:
-        old = self.seen(length)
+    def _extend(
+        self, mask: torch.Tensor | None, batch: int, length: int, new: int, window: int
+    ) -> torch.Tensor | None:
+        old, first = self.seen(length), first_seen(length, window)
         if mask is None:
             if old is not None and not old.all():
                 raise ValueError("the cache holds rows with padding: pass the attention_mask of all tokens")
             self.steps = None  # the rows or time steps with padding are gone
             return None
-        visible = _visible(mask, batch, length, new)
-        if not torch.equal(visible[:, :length], torch.ones_like(visible[:, :length]) if old is None else old):
+        visible = _visible(mask, batch, length - first, new, window)
+        before = visible[:, : length - first]
+        if not torch.equal(before, torch.ones_like(before) if old is None else old[:, first:]):
             raise ValueError(
                 "attention_mask hides other past tokens than when they came, and a packed cache cannot hide "
                 "what it stored: keep the mask of past tokens as it was, or start with a new cache"
             )
         if old is None and visible.all():
             return None
-        self.steps = visible.clone()
-        new_ones = visible[:, length:]
+        passed = visible.new_ones(batch, first) if old is None else old[:, :first]
+        self.steps, new_ones = torch.cat([passed, visible], 1), visible[:, length - first :]
         return None if new_ones.all() else new_ones.contiguous()
 
     def seen(self, length: int) -> torch.Tensor | None:
@@ -82,30 +94,38 @@ class Padding:
         """Add a time step without padding behind `length` others."""
         seen = self.seen(length)
         self.steps = None if seen is None else torch.cat([seen, torch.ones_like(seen[:, :1])], 1)
-        self._last = None
+        self._last = {}
 
     def crop(self, length: int) -> None:
         """Forget all but the first `length` time steps."""
-        self.steps, self._last = self.seen(length), None
+        self.steps, self._last = self.seen(length), {}
 
     def take(self, rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Rearrange the rows."""
         self.steps = None if self.steps is None else rows(self.steps)
-        self._last = None
+        self._last = {}
 
 
-def _visible(mask: torch.Tensor, batch: int, length: int, new: int) -> torch.Tensor:
-    """Return which tokens are no padding, (batch, length + new)."""
+def first_seen(length: int, window: int) -> int:
+    """The first position that the next token behind `length` others sees; masks of a window begin there."""
+    return max(length - window + 1, 0) if window else 0
+
+
+def _visible(mask: torch.Tensor, batch: int, length: int, new: int, window: int) -> torch.Tensor:
+    """Return which tokens are no padding, (batch, length + new); the first new one sees `length` others."""
     if mask.dtype != torch.bool or mask.shape[2:] != (new, length + new):
         raise NotImplementedError(
             f"attention_mask is {mask.dtype} of shape {tuple(mask.shape)} for {new} new tokens behind "
             f"{length}; pass a two-dimensional one, (batch, tokens), of 0 and 1"
         )
-    visible = mask[:, 0, -1].expand(batch, -1)
+    visible = (mask[:, 0].any(1) if window else mask[:, 0, -1]).expand(batch, -1)
     causal = torch.ones(new, length + new, dtype=torch.bool, device=mask.device).tril(length)
+    if window:
+        causal = causal.triu(length - window + 1)
     if not torch.equal(mask, (visible[:, None, None] & causal).expand_as(mask)):
         raise NotImplementedError(
-            "this attention mask is more than causal with padding (a window, a bidirectional block, several "
-            "sequences in one row); a packed cache has no such mask: use a transformers.DynamicCache here"
+            "this attention mask is more than causal with padding (another window, a bidirectional block, "
+            "several sequences in one row); a packed cache has no such mask: use a transformers.DynamicCache "
+            "here"
         )
     return visible

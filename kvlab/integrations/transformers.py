@@ -1,8 +1,8 @@
 """A transformers.Cache that stays packed.
 
-Layers with full attention are packed and share one `MixedPrecisionCache` (packed_layer.py). The attention
-function that reads it is in packed_attention.py; padding.py reads padding from masks. Other layers (sliding
-windows, linear attention) keep their cache of transformers.
+Layers with full attention and with sliding windows are packed and share one `MixedPrecisionCache`
+(packed_layer.py). The attention function that reads it is in packed_attention.py; padding.py reads padding
+from masks. Other layers (linear or chunked attention) keep their cache of transformers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvlab.sizes import format_size
 with needs_extra("hf", "kvlab.integrations.transformers"):
     import torch
     from transformers import DynamicCache, PreTrainedConfig
-    from transformers.cache_utils import Cache, DynamicLayer
+    from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
     from kvlab.integrations.cache_bytes import layer_nbytes
     from kvlab.integrations.packed_attention import register
@@ -36,17 +36,18 @@ register()  # so that a model can be loaded with attn_implementation="kvlab_pack
 class KVLabCache(Cache):
     """A cache for `generate` and for models called directly that keeps keys and values packed.
 
-    Layers with full attention share one `MixedPrecisionCache`, which is made at the first step, when batch,
-    head counts and device are known. The other layers are those of `transformers.DynamicCache`; the budget
-    does not cover them. The model must run the attention function "kvlab_packed", as it does after
-    `model.set_attn_implementation("kvlab_packed")` and inside `kvlab.quantized(model)`.
+    Layers with full attention and with sliding windows share one `MixedPrecisionCache`, which is made at the
+    first step, when batch, head counts and device are known. The other layers are those of
+    `transformers.DynamicCache`; the budget does not cover them. The model must run the attention function
+    "kvlab_packed", as it does after `model.set_attn_implementation("kvlab_packed")` and inside
+    `kvlab.quantized(model)`.
 
     Parameters
     ----------
     config : transformers.PreTrainedConfig
         `model.config`.
     budget, bits, **options
-        As for `kvlab.MixedPrecisionCache`; layer numbers in `bits` count the layers with full attention.
+        As for `kvlab.MixedPrecisionCache`; layer numbers in `bits` count the layers that are packed.
     dtype : {"float16", "bfloat16", "float32"}, optional
         Type of width 16 and of the residual window; default: that of the model. On a GPU attention is
         computed in it, too, and it must be float16 or bfloat16.
@@ -61,7 +62,7 @@ class KVLabCache(Cache):
     Warns
     -----
     UserWarning
-        If no layer has full attention, so that nothing is packed.
+        If no layer has full attention or a sliding window, so that nothing is packed.
 
     Examples
     --------
@@ -105,14 +106,16 @@ class KVLabCache(Cache):
         if (count := getattr(text, "decoder_layers", None)) is not None:
             more = [DynamicLayer() for _ in range(count - len(layers))]  # type: ignore[no-untyped-call]
             layers = [*layers, *more][:count]
-        full = [number for number, layer in enumerate(layers) if type(layer) is DynamicLayer]
-        if not full:
+        windows = {place: _window_of(text, place, layer) for place, layer in enumerate(layers)}
+        packed = {place: window for place, window in windows.items() if window is not None}
+        if not packed:
             kinds = sorted({type(layer).__name__ for layer in layers})
             warnings.warn(
-                f"no layer has full attention, so nothing is packed (layers: {kinds})", stacklevel=2
+                f"no layer has full attention or a sliding window, so nothing is packed (layers: {kinds})",
+                stacklevel=2,
             )
-        self._shared = SharedCache(len(full), dtype, {"budget": budget, "bits": bits, **options})
-        for number, place in enumerate(full):
+        self._shared = SharedCache([*packed.values()], dtype, {"budget": budget, "bits": bits, **options})
+        for number, place in enumerate(packed):
             layers[place] = PackedLayer(self._shared, number)
         super().__init__(layers=layers)
 
@@ -138,7 +141,7 @@ class KVLabCache(Cache):
 
     @property
     def packed(self) -> MixedPrecisionCache | None:
-        """What holds the layers with full attention; None before the first step."""
+        """What holds the packed layers; None before the first step."""
         return self._shared.cache
 
     @property
@@ -152,15 +155,15 @@ class KVLabCache(Cache):
         Parameters
         ----------
         packed : MixedPrecisionCache
-            With a layer for each layer with full attention; no row of it begins with padding. It keeps its
-            own budget, widths and other options; those that this cache was made with are not used.
+            With a layer for each layer of the model; no row of it begins with padding. It keeps its own
+            budget, widths and other options; those that this cache was made with are not used.
 
         Raises
         ------
         ValueError
-            If the number of layers differs.
+            If the number of layers or their sliding windows differ.
         NotImplementedError
-            If the model has layers without full attention, of which `packed` holds nothing.
+            If the model has layers that are not packed, of which `packed` holds nothing.
 
         Examples
         --------
@@ -172,13 +175,18 @@ class KVLabCache(Cache):
             kinds = ", ".join(sorted({type(layer).__name__ for layer in stock}))
             raise NotImplementedError(
                 f"packed holds nothing of {len(stock)} of the model's {len(self.layers)} layers ({kinds}); a "
-                f"model goes on from a packed cache if all its layers have full attention: let this one read "
-                f"its tokens again"
+                f"model goes on from a packed cache if all its layers are packed: let this one read its "
+                f"tokens again"
             )
         if packed.num_layers != len(self._shared.lengths):
             raise ValueError(
-                f"packed has {packed.num_layers} layers, the model has {len(self._shared.lengths)} with full "
-                f"attention: load the cache of this model"
+                f"packed has {packed.num_layers} layers, the model has {len(self._shared.lengths)}: load the "
+                f"cache of this model"
+            )
+        if list(packed.windows) != self._shared.windows:
+            raise ValueError(
+                f"packed has sliding windows of {list(packed.windows)} tokens, the model has "
+                f"{self._shared.windows} (0: full attention): load the cache of this model"
             )
         self._shared.reset()
         self._shared.cache = packed
@@ -241,8 +249,9 @@ class KVLabCache(Cache):
         ------
         BudgetError
             If a relative budget falls so far that what stays does not fit; the cache is as it was.
-        RuntimeError
-            If a layer of transformers has dropped what it needs again; the cache is as it was.
+        ValueError, RuntimeError
+            If a layer has dropped what it needs again, a packed one or one of transformers; the cache is as
+            it was. `activate_past_recording` lets packed ones take back 64 tokens.
         """
         tokens_to_remove = whole_number(tokens_to_remove, "tokens_to_remove", -self.get_seq_length(), 0)
         before = [(layer, _attributes(layer)) for layer in self._stock()]
@@ -275,6 +284,16 @@ class KVLabCache(Cache):
 
     def _stock(self) -> list[Any]:
         return [layer for layer in self.layers if not isinstance(layer, PackedLayer)]
+
+
+def _window_of(text: Any, place: int, layer: Any) -> int | None:
+    """The sliding window of a layer to be packed, 0 with full attention; None: it keeps its own cache."""
+    if type(layer) is DynamicLayer:
+        return 0
+    kinds = getattr(text, "layer_types", None)
+    chunked = getattr(text, "attention_chunk_size", None) is not None
+    is_window = not chunked if kinds is None else kinds[place] == "sliding_attention"
+    return int(layer.sliding_window) if type(layer) is DynamicSlidingWindowLayer and is_window else None
 
 
 def _attributes(layer: Any) -> dict[str, Any]:

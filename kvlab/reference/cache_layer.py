@@ -171,6 +171,7 @@ class Rules:
     by_position: bool
     window: int
     floor: int
+    oldest: int
 
 
 def chunk_tokens(g: Group, c: int) -> int:

@@ -146,6 +146,7 @@ def plan(
     by_position: bool = False,
     window: int = 0,
     floor: int = 0,
+    reach: int = 0,
     choose: Choose = by_price,
     most_new_pages: int = 1 << 30,
 ) -> Change:
@@ -169,6 +170,9 @@ def plan(
         Newest positions that stay at the top rung, which only they have then, outside the choice.
     floor : int
         What the weights of all tokens have more than their importance, together, in units of 2**-32.
+    reach : int
+        If positive, tokens are dropped which the next query cannot see, if it sees `reach` with itself: those
+        of layers with a sliding window.
     choose : callable
         How levels are chosen: `by_price`, `uniform`, or any function of the same arguments.
     most_new_pages : int
@@ -177,7 +181,8 @@ def plan(
     """
     change = Change()
     seqlen = new.first + new.code.shape[1] if new else layer.seqlen
-    rules = Rules(seqlen, sink, recent, lookahead, by_position, window, floor)
+    oldest = seqlen - reach + 1 if reach else 0
+    rules = Rules(seqlen, sink, recent, lookahead, by_position, window, floor, oldest)
     groups = _count(layer, new, rules)
     for row in range(layer.batch):
         own = [g for g in groups if g.bh // layer.heads == row]
@@ -212,7 +217,8 @@ def _key(code: Ints, position: Ints, rules: Rules, window: int = 0) -> Ints:
     key = np.where(position >= rules.seqlen - rules.recent, RECENT, key)
     key = np.where(position < rules.sink, SINK, key)
     key = np.where(position >= rules.seqlen - window, WINDOW, key)
-    return np.where(position < rules.seqlen, key, -1)  # beyond the end is no token: so a cache is cropped
+    # Beyond the end is no token: so a cache is cropped. Nor before the first that is seen.
+    return np.where((position < rules.seqlen) & (position >= rules.oldest), key, -1)
 
 
 def _count(layer: Layer, new: Tokens | None, rules: Rules) -> list[Group]:
@@ -306,7 +312,7 @@ def _choose(
     levels = len(ladder.cost)
     highest = levels - 1 - (rules.window > 0)
     classes = [(g, c) for g in groups for c in range(len(g.chunks))]
-    share = rules.floor // max(rules.seqlen, 1)
+    share = rules.floor // max(rules.seqlen - max(rules.oldest, 0), 1)
     weights = [_chunk_weights(g.blocks[c], share)[: g.chunks[c]] for g, c in classes]
     ceilings = [np.full(g.chunks[c], min(c + layer.evicts, highest)) for g, c in classes]
     weight, ceiling = np.concatenate(weights), np.concatenate(ceilings)

@@ -103,7 +103,8 @@ class Driver:
         self.kinds: set[tuple[int, int]] = set()  # of moves so far: rung from, rung to
         spare = spare_nbytes(BATCH, HEADS, self.ladder, 1 << 16)
         like = np.zeros(1, np.uint8)
-        self.store = DeviceStore([host], BATCH, kernels, like, 2000, share, lambda layer, slab: spare)
+        shares = None if share is None else [share]
+        self.store = DeviceStore([host], BATCH, kernels, like, 2000, shares, lambda layer, slab: spare)
         self.kernels = kernels.kernels(self.store)
         self.store.tables["budget"][...] = share or 1 << 62
         self.shape = PlanShape(BATCH, HEADS, self.store.entries, len(host.ladder), host.evicts, 2, 1000)

@@ -223,8 +223,8 @@ def test_tables_that_plans_would_not_find_their_way_in(tmp_path, mixed):
 def test_files_of_other_versions_are_refused_by_their_number(small, tmp_path):
     path = tmp_path / "cache"
     path.write_bytes(small.read_bytes())
-    rewritten(path, lambda d, a: d.update(version=3))
-    with pytest.raises(FormatError, match="format version 3; this kvlab reads version 4 alone: fill a cache"):
+    rewritten(path, lambda d, a: d.update(version=4))
+    with pytest.raises(FormatError, match="format version 4; this kvlab reads version 5 alone: fill a cache"):
         MixedPrecisionCache.load(path)
 
 

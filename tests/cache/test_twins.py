@@ -27,6 +27,7 @@ class OraclesKernels(cpu.CpuKernels):
     ) -> None:  # fmt: skip
         store, rules["most_new_pages"] = self.store, workspace.most_new_pages
         rules.pop("cropped", None)
+        rewind = rules.pop("rewind")
         workspace.moves, workspace.copies = {}, {}
         for number in range(first, first + layers):
             t, new = self.tables(number), None
@@ -45,7 +46,8 @@ class OraclesKernels(cpu.CpuKernels):
                 t.slab_count[:n], t.slabs[:n], t.free_slabs, int(t.num_free[0]), t.entry_of[:n], t.slab_slot,
                 length, t.budget, t.waits,
             )  # fmt: skip
-            change = plan(layer, ladder, new, choose=CHOICES[allocator], **rules)
+            reach = store.reach(number, rewind)
+            change = plan(layer, ladder, new, choose=CHOICES[allocator], reach=reach, **rules)
             t.num_free[0] = layer.num_free
             t.status[0] |= change.status
             phases = [

@@ -15,6 +15,7 @@ import kvlab
 from kvlab.cache import plan
 from kvlab.cache.cuda import GPU
 from kvlab.cache.frame import LAST, key_mean
+from kvlab.cache.reallocation import LOOKAHEAD
 from kvlab.errors import BudgetError
 from kvlab.ops.cuda import attention as attention_cuda
 from kvlab.ops.cuda import packed as packed_cuda
@@ -23,7 +24,7 @@ from kvlab.reference import packed as reference
 from tests.compare import assert_accurate
 from tests.gpu.packed_cases import DTYPES, low_precision, to_numpy, to_torch
 from tests.gpu.test_cache_kernels import exact
-from tests.held import entries_with_tokens, failures_of_cache, pages_of, positions
+from tests.held import entries_with_tokens, failures_of_cache, pages_of, positions, seen_of
 
 LAYERS, HEADS, GROUP = 2, 2, 4
 
@@ -72,6 +73,7 @@ def step(
     for layer in range(LAYERS):
         # Where bytes are few, a layer may close up the pages of all.
         before = pages_of(cache) if device is not None and layer == judged else None
+        visible, window = seen_of(cache, layer), cache.windows[layer]
         q, k, v = draw(rng, cache, steps)
         mask = None if valid is None else to_torch(valid)
         out = to_numpy(cache.step(layer, *map(to_torch, (q, k, v)), valid=mask))
@@ -82,9 +84,11 @@ def step(
         if before is None:
             stored = low = (np.zeros(q.shape), np.full((q.shape[0], q.shape[2], steps), -np.inf))
         else:
-            stored, low = reference.packed_attention(q, before[layer]), low_precision(q, before[layer])
-        want = exact(q, k, v, seen, stored[0], stored[1])[0]
-        rounded = exact(q, k, v, seen, low[0], low[1])[0].astype(q.dtype)
+            stored, low = (
+                f(q, before[layer], **visible) for f in (reference.packed_attention, low_precision)
+            )
+        want = exact(q, k, v, seen, stored[0], stored[1], window)[0]
+        rounded = exact(q, k, v, seen, low[0], low[1], window)[0].astype(q.dtype)
         assert not out[~seen].any()
         assert_accurate(out[seen], want[seen], rounded[seen])
     return results
@@ -125,6 +129,33 @@ def test_what_the_cpu_plans(options: dict[str, Any]) -> None:
     for steps in [150, *[1] * 50, 70, 5]:
         step(cache, rng, steps, compared=steps > 1)
     check_state(cache, [list(range(275))] * 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sliding_window": [100, None], "bits": (2, 4, 8), "budget": 0.5},
+        {"sliding_window": 40, "bits": (4, 16), "budget": 1.2},
+        {"sliding_window": [None, 8], "bits": (8,), "budget": None},
+    ],
+)
+def test_sliding_windows(options: dict[str, Any], head_dim: int, dtype: str) -> None:
+    """Steps see no token that has left the window, and layers keep few of those."""
+    cache = make(head_dim, dtype, **options)
+    rng, length = np.random.default_rng(12), 0
+    for steps in [300, *[1] * 20, 5, *[1] * 15, 16, 130, *[1] * 3]:
+        step(cache, rng, steps, compared=steps > 1 or length % 3 == 0)
+        length += steps
+        assert cache.nbytes <= (cache.budget_nbytes or cache.nbytes)
+    for layer, pages in enumerate(pages_of(cache)):
+        window = cache.windows[layer] or length
+        for row in range(cache.batch):
+            for head in range(HEADS):
+                held = positions(pages, row, head)
+                assert held[-(window - 1) :] == list(range(max(length - window + 1, 0), length))
+                assert len(held) <= window + LOOKAHEAD
 
 
 @pytest.mark.parametrize("importance", ["attention", "forecast", "recency", "key_norm", "uniform"])
@@ -243,14 +274,14 @@ def test_demotion_under_an_absolute_budget() -> None:
 @pytest.mark.parametrize("splits", [[64, 128, 64, 44], [190, *[1] * 20, 90], [7, 16, 100, 9, 16, 152]])
 def test_the_promised_budget_suffices_however_tokens_come(splits: list[int]) -> None:
     options = {"bits": (2, 4, 8), "recent": 20}
-    share = make(**options)._limit.smallest_nbytes(300)
-    cache, rng = make(budget=share * LAYERS * 2, max_seqlen=300, **options), np.random.default_rng(10)
+    budget = make(**options).smallest_nbytes(300)
+    cache, rng = make(budget=budget, max_seqlen=300, **options), np.random.default_rng(10)
     for steps in splits:
         step(cache, rng, steps, compared=steps > 60)
         assert cache.nbytes <= cache.budget_nbytes
     check_state(cache, [list(range(300))] * 2)
     with pytest.raises(BudgetError, match="longest length"):
-        make(budget=share * LAYERS * 2 - 1, max_seqlen=300, **options)
+        make(budget=budget - 1, max_seqlen=300, **options)
 
 
 def test_refusal_changes_nothing() -> None:

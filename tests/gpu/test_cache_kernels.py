@@ -353,17 +353,18 @@ def test_append(top: str, head_dim: int, dtype: str, steps: int) -> None:
 
 
 def exact(
-    q: Any, k: Any, v: Any, valid: Any, out0: Any, lse0: Any
+    q: Any, k: Any, v: Any, valid: Any, out0: Any, lse0: Any, window: int = 0
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Merge attention over stored tokens with the new ones, in float64; and the mass of these.
 
-    Queries of padding give none.
+    Queries of padding give none. `window`: how many tokens a query sees, if not all.
     """
     steps, group = q.shape[1], q.shape[2] // k.shape[2]
     wide = lambda x: x.astype(np.float64)  # noqa: E731
     keys, values = (np.repeat(wide(x), group, axis=2) for x in (k, v))
     score = np.einsum("bshd,bthd->bhst", wide(q), keys) * q.shape[3] ** -0.5
-    seen = np.tri(steps, dtype=bool) & valid[:, None, None, :]
+    square = np.ones((steps, steps), bool)
+    seen = np.tril(square) & np.triu(square, 1 - (window or steps)) & valid[:, None, None, :]
     score = np.where(seen, score, -np.inf)
     lse = np.logaddexp(np.logaddexp.reduce(score, axis=-1), wide(lse0))
     finite = np.where(np.isneginf(lse), 0, lse)  # a row that sees nothing: out 0

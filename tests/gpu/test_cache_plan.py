@@ -24,7 +24,7 @@ MOVE = np.dtype([("from", "u4"), ("to", "u4"), *((f"f{i}", "u1") for i in range(
 class Device:
     """Copies of layers on the GPU, and plans for all of them in one call."""
 
-    def __init__(self, layers: list[Layer], statuses: int = 0) -> None:
+    def __init__(self, layers: list[Layer], sliding_window: int = 0) -> None:
         self.layers, self.memory = layers, []
         states = np.zeros(len(layers), STATE)
         for layer, state in zip(layers, states, strict=True):
@@ -42,7 +42,7 @@ class Device:
             state["batch"], state["heads"], state["entries"] = layer.batch, layer.heads, layer.rung.shape[1]
             state["num_rungs"], state["evicts"] = len(layer.rungs), layer.evicts
             state["max_slabs"], state["max_pages"] = len(layer.slab_slot), layer.entry_of.shape[1]
-            state["slab_units"] = layer.slab_units
+            state["slab_units"], state["sliding_window"] = layer.slab_units, sliding_window
         self.states = torch.from_numpy(states.view(np.uint8)).cuda()
 
     def table(self, number: int, name: str) -> np.ndarray:
@@ -148,9 +148,8 @@ def run_story(story: dict[str, Any]) -> int:
         layer = empty_layer(name, batch, heads, entries, budget, slabs)
         layer.seqlen = story["first"]
         window = story["window"] if len(layer.rungs) > 1 else 0
-        simulations.append(
-            Simulation(layer, name, window=window, floor=story["floor"], choose=story["choose"])
-        )
+        rules = {rule: story[rule] for rule in ("floor", "reach", "choose")}
+        simulations.append(Simulation(layer, name, window=window, **rules))
     most = (
         batch * heads * entries if not story["tight_slabs"] else batch * heads * 96,
         batch * heads * entries,
@@ -159,10 +158,11 @@ def run_story(story: dict[str, Any]) -> int:
 
     def change(new: list[Tokens] | None, bounds: tuple[int, int], cropped: bool = False) -> int:
         nonlocal changes
-        device = Device([s.layer for s in simulations])
+        rewind = story["reach"] // 3
+        device = Device([s.layer for s in simulations], story["reach"] - rewind)
         by_position = story["by_position"]
         rules = {"by_position": by_position, "cropped": cropped, "window": simulations[0].window}
-        rules |= {"allocator": story["choose"], "floor": story["floor"]}
+        rules |= {"allocator": story["choose"], "floor": story["floor"], "rewind": rewind}
         found = device.plan(name, new, simulations[0], bounds, **rules)
         status = 0
         for number, simulation in enumerate(simulations):
@@ -190,6 +190,8 @@ def run_story(story: dict[str, Any]) -> int:
         settle(most)
     shape = plan.PlanShape(batch, heads, entries, 1, False, 2, 0)
     bounds = plan.decode_bounds(shape, LADDERS[name][0])
+    if story["reach"]:  # between two plans so many tokens leave the sliding window
+        bounds = plan.crop_bounds(shape, LADDERS[name][0], PAGE, 0)
     for step in range(story["steps"]):
         for simulation in simulations:
             simulation.append(rng.integers(0, 256, (batch * heads, 16)).astype(np.uint8))
@@ -213,6 +215,7 @@ def draw_story(seed: int) -> dict[str, Any]:
         "by_position": bool(rng.integers(2)), "tight": bool(rng.integers(2)),
         "window": int(rng.choice([0, 0, 30, 130])), "choose": str(rng.choice(["greedy", "uniform", "dp"])),
         "floor": int(rng.choice([0, 1, 40])) << 32, "seed": seed, "layers": 1,
+        "reach": int(rng.choice([0, 1, 40, 300])),
     }  # fmt: skip
 
 
@@ -221,6 +224,7 @@ PLAIN = {
     "tight": False,
     "choose": "greedy",
     "window": 0,
+    "reach": 0,
     "floor": 1 << 32,
     "kind": "normal",
 }

@@ -11,7 +11,7 @@ from kvlab.reference import packed as reference
 from tests.compare import assert_accurate
 from tests.gpu.packed_cases import low_precision, to_numpy, to_torch
 from tests.gpu.test_cache import draw, make, step
-from tests.held import pages_of
+from tests.held import pages_of, seen_of
 from tests.stories import CacheStory
 
 
@@ -23,7 +23,9 @@ class Story(CacheStory):
         q = draw(rng, cache, int(rng.integers(1, 5)))[0]
         for layer, pages in enumerate(pages_of(cache)):
             out = to_numpy(cache.attend(layer, to_torch(q)))
-            assert_accurate(out, reference.packed_attention(q, pages)[0], low_precision(q, pages)[0])
+            visible = seen_of(cache, layer)
+            wanted, low = (f(q, pages, **visible)[0] for f in (reference.packed_attention, low_precision))
+            assert_accurate(out, wanted, low)
 
 
 TestStories = Story.TestCase

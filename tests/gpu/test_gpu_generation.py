@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, LlamaConfig
 
 import kvlab
 from kvlab.integrations.decode_graph import DecodeGraph
@@ -20,11 +20,21 @@ CONFIG = LlamaConfig(
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
+WINDOWED = Gemma3TextConfig(
+    vocab_size=128, hidden_size=256, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=1,
+    head_dim=256, intermediate_size=128, max_position_embeddings=2048, sliding_window=48, pad_token_id=0,
+    bos_token_id=None, eos_token_id=None,
+    layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=[CONFIG, WINDOWED], ids=["llama", "gemma3"])
+def model(request: pytest.FixtureRequest) -> Any:
+    """A model with full attention, and one with sliding windows besides."""
     register()
     torch.manual_seed(0)
-    return LlamaForCausalLM(CONFIG).to("cuda", torch.bfloat16).eval().requires_grad_(False)
+    made = AutoModelForCausalLM.from_config(request.param)
+    return made.to("cuda", torch.bfloat16).eval().requires_grad_(False)
 
 
 def ids(*shape: int) -> torch.Tensor:
@@ -50,9 +60,9 @@ def test_logits(model: Any, padded: bool) -> None:
     if padded:
         mask = torch.ones_like(tokens)
         mask[0, :30] = 0
-    packed = KVLabCache(CONFIG, budget=None, bits=16)
+    packed = KVLabCache(model.config, budget=None, bits=16)
     got = logits(model, packed, tokens, splits, mask)
-    want = logits(model, DynamicCache(config=CONFIG), tokens, splits, mask)
+    want = logits(model, DynamicCache(config=model.config), tokens, splits, mask)
     seen = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask.bool()
     assert (got - want)[seen].abs().max() < 0.03 * want[seen].abs().max()
     assert packed.get_seq_length() == sum(splits)
@@ -63,14 +73,14 @@ def test_wrong_tokens_show(model: Any) -> None:
     splits, tokens = [100, *[1] * 5], ids(2, 105)
     other = tokens.clone()
     other[:, 10:60] = other[:, 10:60].flip(1)
-    want, wrong = (logits(model, DynamicCache(config=CONFIG), x, splits) for x in (tokens, other))
+    want, wrong = (logits(model, DynamicCache(config=model.config), x, splits) for x in (tokens, other))
     assert (want - wrong)[:, 100:].abs().max() > 0.03 * want.abs().max()
 
 
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"do_sample": True}])
 def test_generate_under_a_budget(model: Any, how: dict[str, Any]) -> None:
     model.set_attn_implementation(ATTENTION)
-    cache = KVLabCache(CONFIG, budget=0.5, bits=(2, 4, 8), plan_length=512)
+    cache = KVLabCache(model.config, budget=0.5, bits=(2, 4, 8), plan_length=512)
     out = model.generate(ids(2, 200), past_key_values=cache, max_new_tokens=40, **how)
     assert out.shape == (2, 240)
     assert cache.packed.nbytes <= cache.packed.budget_nbytes
@@ -85,7 +95,7 @@ def test_replayed_steps(model: Any, padded: bool) -> None:
     mask[0, :30] = 1 - padded
     positions = (mask.cumsum(1) - 1).clamp(0)
     options: dict[str, Any] = {"budget": 0.6, "bits": (2, 4, 8), "plan_length": 256, "max_seqlen": 200}
-    caches = [KVLabCache(CONFIG, **options) for _ in range(2)]
+    caches = [KVLabCache(model.config, **options) for _ in range(2)]
     for cache in caches:
         model(prompt, past_key_values=cache, attention_mask=mask, position_ids=positions)
     graph, step = DecodeGraph(model, caches[1]), positions[:, -1:]
@@ -117,4 +127,4 @@ def test_generate_with_graphs(model: Any) -> None:
 
 def test_graphs_need_a_prompt_on_a_gpu(model: Any) -> None:
     with pytest.raises(ValueError, match="prompt"):
-        DecodeGraph(model, KVLabCache(CONFIG))
+        DecodeGraph(model, KVLabCache(model.config))

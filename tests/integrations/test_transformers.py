@@ -10,8 +10,10 @@ import pickle
 import subprocess
 import sys
 import weakref
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -33,7 +35,7 @@ from kvlab.integrations.padding import Padding
 from kvlab.integrations.quantized import quantized
 from kvlab.integrations.transformers import ATTENTION, KVLabCache, register
 from kvlab.sizes import format_size
-from tests.integrations.models import CONFIGS, MHA, tiny, tokens
+from tests.integrations.models import CONFIGS, MHA, WINDOW, tiny, tokens
 
 register()
 EXACT: dict[str, Any] = {"bits": (16,), "budget": None}
@@ -135,12 +137,32 @@ def test_operations_do_what_they_do_to_a_dynamic_cache(operations: list[tuple[An
         model.set_attn_implementation(before)
 
 
-def test_layers_that_are_not_full_attention_stay_those_of_transformers() -> None:
+def test_layers_with_full_attention_and_with_windows_are_packed() -> None:
     cache = KVLabCache(CONFIGS["gemma3"])
-    assert [type(layer) for layer in cache.layers] == [DynamicSlidingWindowLayer, PackedLayer, PackedLayer]
+    assert [type(layer) for layer in cache.layers] == 3 * [PackedLayer]
     assert (cache.is_sliding, cache.is_compileable, cache.is_croppable) == ([True, False, False], False, True)
     assert cache.get_max_length(1) == -1
     assert cache.get_mask_sizes(5, 1) == (5, 0)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral-sliding"])
+def test_masks_have_the_sizes_that_they_have_with_a_dynamic_cache(name: str, attend: Any) -> None:
+    model, cache = tiny(name), KVLabCache(CONFIGS[name], **EXACT)
+    dynamic = DynamicCache(config=CONFIGS[name])
+    attend(model, ATTENTION)
+    for n in (5, WINDOW - 6, 1, 1, 1, 40):
+        for held in (cache, dynamic):
+            model(tokens(1, n), past_key_values=held)
+        for layer in range(3):
+            assert cache.get_mask_sizes(7, layer) == dynamic.get_mask_sizes(7, layer)
+
+
+def test_chunked_attention_stays_that_of_transformers() -> None:
+    """Its masks are others, though transformers keeps it in layers of the same class."""
+    config = copy.deepcopy(CONFIGS["gemma3"])
+    config.layer_types, config.attention_chunk_size = ["chunked_attention", *config.layer_types[1:]], 16
+    cache = KVLabCache(config)
+    assert [type(layer) for layer in cache.layers] == [DynamicSlidingWindowLayer, PackedLayer, PackedLayer]
 
 
 def test_defaults_are_those_of_the_cache_inside() -> None:
@@ -242,8 +264,9 @@ def test_attention_weights_are_refused(llama: Any) -> None:
         llama(tokens(1, 9), past_key_values=KVLabCache(llama.config), output_attentions=True)
 
 
-def causal(new: int, total: int) -> torch.Tensor:
-    return torch.ones(2, 1, new, total, dtype=torch.bool).tril(total - new)
+def causal(new: int, total: int, window: int = 0) -> torch.Tensor:
+    mask = torch.ones(2, 1, new, total, dtype=torch.bool).tril(total - new)
+    return mask.triu(total - new - window + 1) if window else mask
 
 
 def test_padding_is_read_from_masks() -> None:
@@ -271,19 +294,42 @@ def test_the_mask_of_a_step_that_was_refused_is_forgotten() -> None:
     assert padding.seen(5).tolist() == wanted  # type: ignore[union-attr]
 
 
-@given(st.integers(0, 5), st.integers(1, 6), st.data())
-def test_any_other_mask_is_refused(length: int, new: int, data: st.DataObject) -> None:
-    mask = causal(new, length + new)
+@pytest.mark.parametrize("window", [2, 5])
+def test_masks_of_windows_and_of_full_attention_tell_the_same_padding(window: int) -> None:
+    """The padding that a window has passed is not in its mask."""
+    padding, rng = Padding(), np.random.default_rng(window)
+    length, valid = 0, torch.zeros(2, 0, dtype=torch.bool)
+    for new in (4, 1, 7, 3, 1, 1):
+        valid = torch.cat([valid, torch.from_numpy(rng.random((2, new)) < 0.7)], 1)
+        first = max(length - window + 1, 0)
+        masks = causal(new, length + new) & valid[:, None, None]
+        windowed = causal(new, length - first + new, window) & valid[:, None, None, first:]
+        for _ in range(2):  # layers ask in turns
+            for mask, own in ((windowed, window), (masks, 0)):
+                found = padding.extend(mask, 2, length, new, own)
+                new_ones = valid[:, length:]
+                assert new_ones.all() if found is None else torch.equal(found, new_ones)
+        length += new
+        assert padding.steps is None or torch.equal(padding.steps, valid)
+    wrong = ~valid[:, None, None, -window:]
+    with pytest.raises((NotImplementedError, ValueError), match="mask"):
+        padding.extend(wrong, 2, length - 1, 1, window)
+
+
+@given(st.integers(0, 5), st.integers(1, 6), st.sampled_from([0, 3]), st.data())
+def test_any_other_mask_is_refused(length: int, new: int, window: int, data: st.DataObject) -> None:
+    length = min(length, window - 1) if window else length
+    mask = causal(new, length + new, window)
     cell = data.draw(st.tuples(st.integers(0, 1), st.integers(0, new - 1), st.integers(0, length + new - 1)))
     row, query, key = cell
+    # What no query sees any more is padding, if it is new.
+    padding = key >= length and mask[row, 0, :, key].sum() == mask[row, 0, query, key] == 1
     mask[row, 0, query, key] ^= True
-    hides_new = query == new - 1 and length <= key  # a change of the last row is padding, if all rows have it
-    padding = hides_new and new - 1 <= key - length
     if padding:
-        assert Padding().extend(mask, 2, length, new) is not None
+        assert Padding().extend(mask, 2, length, new, window) is not None
     else:
         with pytest.raises((NotImplementedError, ValueError), match="mask"):
-            Padding().extend(mask, 2, length, new)
+            Padding().extend(mask, 2, length, new, window)
 
 
 @pytest.mark.parametrize(
@@ -428,30 +474,46 @@ def test_a_cache_says_what_it_holds(llama: Any) -> None:
 
 
 def test_bytes_of_layers_that_are_not_packed_count(attend: Any) -> None:
-    model, cache = tiny("gemma3"), KVLabCache(CONFIGS["gemma3"], None)
+    model, cache = tiny("lfm2"), KVLabCache(CONFIGS["lfm2"], None)
     attend(model, ATTENTION)
     model(tokens(1, 9), past_key_values=cache)
     assert cache.packed is not None
-    others = 2 * 9 * 2 * 32 * 4  # K and V of 9 tokens, 2 heads of 32 channels, in float32
+    others = 64 * 3 * 4  # of 64 channels, 3 inputs of their convolution, in float32
     assert others <= cache.nbytes - cache.packed.nbytes < others + 64
     assert "3 layers (1 not packed), 9 tokens" in repr(cache)
 
 
-def test_a_model_without_full_attention_is_warned_of() -> None:
-    with pytest.warns(UserWarning, match=r"nothing is packed .*DynamicSlidingWindowLayer"):
-        cache = KVLabCache(CONFIGS["mistral-sliding"])
+def test_a_model_without_layers_to_pack_is_warned_of() -> None:
+    config = copy.deepcopy(CONFIGS["lfm2"])
+    config.layer_types = 3 * ["conv"]
+    with pytest.warns(UserWarning, match=r"nothing is packed .*LinearAttentionLayer"):
+        cache = KVLabCache(config)
     assert cache.packed is None
     cache.reset()
-    assert cache.get_seq_length() == 0
 
 
-@pytest.mark.parametrize("name", ["gemma3", "lfm2"])
-def test_hold_refuses_models_with_layers_that_are_not_packed(name: str) -> None:
+def test_hold_refuses_models_with_layers_that_are_not_packed() -> None:
     """They would stay empty, and positions begin anew."""
-    cache, packed = KVLabCache(CONFIGS[name], **EXACT), MixedPrecisionCache(2, 4, 2, 32, **EXACT)
+    cache, packed = KVLabCache(CONFIGS["lfm2"], **EXACT), MixedPrecisionCache(2, 4, 2, 32, **EXACT)
     with pytest.raises(NotImplementedError, match="nothing of 1 of the model's 3 layers"):
         cache.hold(packed)
     assert cache.packed is None
+
+
+def test_a_model_with_windows_goes_on_from_a_file(attend: Any, tmp_path: Path) -> None:
+    model, ids = tiny("gemma3"), tokens(1, 60)
+    attend(model, ATTENTION)
+    cache, other = KVLabCache(CONFIGS["gemma3"], **EXACT), KVLabCache(CONFIGS["gemma3"], **EXACT)
+    model(ids[:, :50], past_key_values=cache)
+    assert cache.packed is not None
+    cache.packed.save(tmp_path / "cache")
+    other.hold(MixedPrecisionCache.load(tmp_path / "cache"))
+    found = model(ids[:, 50:], past_key_values=other).logits
+    assert torch.allclose(found, model(ids).logits[:, 50:], atol=1e-4)
+    with pytest.raises(
+        ValueError, match=r"sliding windows of \[0, 0, 0\] tokens, the model has \[24, 0, 0\]"
+    ):
+        other.hold(MixedPrecisionCache(3, 4, 2, 32, **EXACT))
 
 
 WRONG_CALLS: dict[str, tuple[str, list[Any]]] = {
@@ -492,8 +554,8 @@ def test_a_full_budget_leaves_the_cache_as_it_was(llama: Any) -> None:
     assert cache.get_seq_length() == error.value.longest_length
 
 
-@pytest.mark.parametrize("name", ["gemma3", "lfm2"])
-def test_a_refused_crop_leaves_the_cache_as_it_was(name: str, attend: Any) -> None:
+@pytest.mark.parametrize(("name", "refusal"), [("gemma3", "rewind"), ("lfm2", "does not track past states")])
+def test_a_refused_crop_leaves_the_cache_as_it_was(name: str, refusal: str, attend: Any) -> None:
     """Whether packed layers refuse it or those of transformers, which forget what a window has passed."""
     model, cache = tiny(name), KVLabCache(CONFIGS[name], budget=0.9, bits=(2,), plan_length=1)
     attend(model, ATTENTION)
@@ -509,7 +571,7 @@ def test_a_refused_crop_leaves_the_cache_as_it_was(name: str, attend: Any) -> No
 
     forgetful = KVLabCache(CONFIGS[name], **EXACT)
     model(tokens(1, 30), past_key_values=forgetful)
-    with pytest.raises(RuntimeError, match="does not track past states"):
+    with pytest.raises((ValueError, RuntimeError), match=refusal):
         forgetful.crop(-3)
     assert forgetful.get_seq_length(2) == 30
 

@@ -33,7 +33,7 @@ from tests.plans import (
 def compiled_plan(
     layer: Layer, ladder: Ladder, new: Tokens | None, *, sink: int, recent: int, lookahead: int,
     fixed_nbytes: int, by_position: bool = False, most_new_pages: int = 1 << 30, segments: int = 0,
-    window: int = 0, floor: int = 0, choose: Choose = by_price,
+    window: int = 0, floor: int = 0, reach: int = 0, choose: Choose = by_price,
 ) -> Change:  # fmt: skip
     """What `plan` does, by the kernels of the CPU."""
     tables = tables_of(layer)
@@ -45,7 +45,7 @@ def compiled_plan(
     last = max((seqlen + lookahead - 1) >> SEGMENT, int(layer.base[held].max(initial=0)), segments - 1)
     rules = Rules(
         layer.heads, int(layer.evicts), layer.slab_units, last + 1, seqlen, sink, recent, lookahead,
-        by_position, fixed_nbytes, most_new_pages, window, floor,
+        by_position, fixed_nbytes, most_new_pages, window, floor, seqlen - reach + 1 if reach else 0,
     )  # fmt: skip
     at = np.tile(np.arange(new.first, seqlen), (layer.batch, 1)) if new.positions is None else new.positions
     fresh, levels = NewTokens(new.code, new.valid, at.astype(np.int32)), levels_of(ladder)
@@ -89,7 +89,7 @@ class Compared(Simulation):
         rules = {
             "sink": self.sink, "recent": self.recent, "lookahead": self.lookahead, "fixed_nbytes": self.fixed,
             "by_position": by_position, "most_new_pages": most_new_pages, "window": self.window,
-            "floor": self.floor, "choose": CHOICES[self.choose],
+            "floor": self.floor, "reach": self.reach, "choose": CHOICES[self.choose],
         }  # fmt: skip
         oracle, kernels = copy.deepcopy(self.layer), copy.deepcopy(self.layer)
         expected = plan(oracle, ladder, new, **rules)

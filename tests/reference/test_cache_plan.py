@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvlab.cache.plan import ample_nbytes
+from kvlab.cache.plan import ample_nbytes, smallest_nbytes
 from kvlab.ops.allocator import allocate
 from kvlab.pages import decode_importance, encode_importance
 from kvlab.reference import cache_plan
@@ -139,17 +139,19 @@ def layout_nbytes(simulation: Simulation, tokens: list[list[int]], window: int) 
     window=st.sampled_from([0, 40, 130]),
     kind=st.sampled_from(["normal", "padded"]),
     first=st.sampled_from([0, 65536 - 70]),
+    reach=st.sampled_from([0, 0, 90]),
     seed=st.integers(0, 2**32 - 1),
 )
 @settings(deadline=None, max_examples=25)
 def test_two_plans_reach_the_smallest_layout(
-    name: str, lengths: list[int], cropped: int, new: int, window: int, kind: str, first: int, seed: int
-) -> None:
+    name: str, lengths: list[int], cropped: int, new: int, window: int, kind: str, first: int, reach: int,
+    seed: int,
+) -> None:  # fmt: skip
     """Whatever stands in the pages; one byte less is too little, but for pages of the window."""
     rng, heads = np.random.default_rng(seed), 2
     layer = empty_layer(name, 1, heads, 300, 1 << 40, 900)
     layer.seqlen = first
-    simulation = Simulation(layer, name, lookahead=0, window=window)
+    simulation = Simulation(layer, name, lookahead=0, window=window, reach=reach)
     for n in lengths:
         layer.budget[:] = int(rng.uniform(0.5, 3) * smallest(name, heads, sum(lengths)))
         simulation.change(draw_tokens(rng, 1, heads, n, layer.seqlen, kind))
@@ -161,8 +163,12 @@ def test_two_plans_reach_the_smallest_layout(
     stored = [(bh, at, r) for (bh, at), (r, _) in simulation.levels().items()]
     added = [(bh, layer.seqlen + int(s), top) for bh in range(heads) for s in np.flatnonzero(fresh.valid[0])]
     for bh, at, r in stored + added:
+        if reach and at <= end - reach:
+            continue
         groups[2 * bh + (at >> 16)][int(at >= end - window and r == top)] += 1
     layer.budget[:] = layout_nbytes(simulation, groups, window)
+    promised = smallest_nbytes(end, heads, LADDERS[name][0], simulation.fixed, window=window, reach=reach)
+    assert layer.budget[0] <= promised or first  # where positions do not begin at 0 there is one border more
     for tokens in (fresh, None):
         status = simulation.change(tokens).status
     assert status == 0

@@ -51,6 +51,7 @@ struct LayerState {
     int* status;        // [1]: 0, or a bit of PlanStatus that the host finds when it next looks
     u8* waiting;        // [pairs][WAITING_PAGES] pages of rung num_rungs, which no plan sees; see means.cu
     int batch, heads, entries, num_rungs, max_slabs, max_pages, slab_units, evicts;
+    int sliding_window;  // a query sees so many tokens, itself the last; 0: all
 };
 
 enum PlanStatus { OVER_BUDGET = 1, TABLE_FULL = 4, RETRY = 8 };

@@ -213,7 +213,7 @@ __device__ void move_stored(const Plan& p, int g, int bh, int segment, int r, in
                     p.call.stay[row + pages.entry[j]] = (u16)(stay >> (lane & PAGE));
             }
         });
-    if (!leaving && !p.call.cropped && all[1] <= 1) return;
+    if (!leaving && !p.drops() && all[1] <= 1) return;
 
     // Closing up: 32 pages at a time, one a lane.
     __syncwarp();  // the warp's pages have their masks
@@ -306,7 +306,7 @@ __device__ void move_stored(const Plan& p, int g, int bh, int segment, int r, in
 // but for one and an empty one at most.
 __device__ __forceinline__ bool is_quiet(const Plan& p, int g, int r) {
     const int* kinds = p.kinds(g, r);
-    return kinds[1] <= 1 && kinds[2] <= 1 && p.leaving(g, r) == 0 && !p.call.cropped;
+    return kinds[1] <= 1 && kinds[2] <= 1 && p.leaving(g, r) == 0 && !p.drops();
 }
 
 __device__ void keep_quiet(const Plan& p, int g, int bh, int segment, int r, int start, int entries) {

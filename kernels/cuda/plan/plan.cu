@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(COUNT_THREADS, 4)
     }
     __syncthreads();  // all tokens are counted
     for (int i = threadIdx.x; i < p.s.num_rungs * 3; i += COUNT_THREADS) p.kinds(g, 0)[i] = (&kinds[0][0])[i];
-    const u64 share = call.floor / max(p.seqlen, 1);
+    const u64 share = call.floor / max(p.seqlen - max(p.oldest, 0), 1);
     int before = 0;
     for (int c = 0; c < p.classes; ++c) {
         u32 total;

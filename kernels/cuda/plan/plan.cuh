@@ -67,6 +67,7 @@ struct PlanCall {
     int num_new, first_position, sink, recent, lookahead, by_position, window, choice;
     int held;     // chunks of a row whose weights fit the shared memory of choose_rungs
     int cropped;  // pages may hold tokens at or beyond the end of their row, which are none
+    int rewind;   // tokens that stay beyond those that a sliding window shows
 };
 
 // Pages that so many tokens fill; entries that so many pages take; free slots of the page that takes the next
@@ -87,6 +88,7 @@ struct Plan {
     const PlanCall& call;
     const LayerState& s;
     int layer, num_bh, groups, classes, levels, seqlen;
+    int oldest;  // the first position that stays
 
     __device__ __forceinline__ Plan(const PlanCall& c, int number)
         : call(c), s(c.layers[number]), layer(number) {
@@ -95,6 +97,7 @@ struct Plan {
         classes = s.num_rungs + 1;
         levels = s.num_rungs + s.evicts;
         seqlen = call.num_new ? call.first_position + call.num_new : s.seqlen[0];
+        oldest = s.sliding_window ? (int)(seqlen + 1ll - s.sliding_window - call.rewind) : 0;
     }
     __device__ __forceinline__ u64 group(int g) const { return (u64)layer * groups + g; }
     __device__ __forceinline__ u64 bh(int p) const { return (u64)layer * num_bh + p; }
@@ -181,12 +184,15 @@ struct Plan {
     __device__ __forceinline__ int window_of(int r) const {
         return seqlen - (r >= s.num_rungs - 1 ? call.window : 0);
     }
-    // Whether all tokens of pages are within their rows, and there is no window.
-    __device__ __forceinline__ bool is_plain() const { return !call.cropped && !call.window; }
-    // What tokens are ordered by, those from position `window` on last; -1 for those beyond the end. PLAIN:
-    // there are none of either.
+    // Whether pages may hold tokens that are none any more.
+    __device__ __forceinline__ bool drops() const { return call.cropped || s.sliding_window; }
+    // Whether all tokens of pages stay, and there is no residual window.
+    __device__ __forceinline__ bool is_plain() const { return !drops() && !call.window; }
+    // What tokens are ordered by, those from position `window` on last; -1 for those beyond either end.
+    // PLAIN: there are none of either.
     template <bool PLAIN = false>
     __device__ __forceinline__ int key(u32 code, int position, int window) const {
+        if (!PLAIN && position < oldest) return -1;
         if (!PLAIN && position >= window) return position < seqlen ? WINDOW : -1;
         if (call.by_position) code = encode_importance(__fdiv_rn(1.f, (float)(seqlen - position)));
         const int k = position >= seqlen - call.recent ? RECENT : min((int)code, RECENT - 1);

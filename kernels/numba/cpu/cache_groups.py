@@ -68,7 +68,10 @@ class NewTokens(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """What `kvlab.reference.cache_plan.plan` is told; `segments` of each bh, `levels` = rungs + evicts."""
+    """What `kvlab.reference.cache_plan.plan` is told; `segments` of each bh, `levels` = rungs + evicts.
+
+    `oldest`: the first position that is kept.
+    """
 
     heads: int
     evicts: int
@@ -83,6 +86,7 @@ class Rules(NamedTuple):
     most_new_pages: int
     window: int
     floor: int
+    oldest: int
 
 
 class Groups(NamedTuple):
@@ -147,8 +151,8 @@ def page_number(tables, slab_units, r, address):
 
 @helper
 def key_of(rules, code, position, window):
-    """What tokens are ordered by; -1 for those beyond the end. Where `window` is 0 none is of the window."""
-    if position >= rules.seqlen:
+    """What tokens are ordered by; -1 for those beyond either end. If `window` is 0 none is of the window."""
+    if position >= rules.seqlen or position < rules.oldest:
         return -1
     if position >= rules.seqlen - window:
         return WINDOW

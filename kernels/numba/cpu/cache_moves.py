@@ -183,6 +183,8 @@ def _enter(tables, rules, new, groups, g, first, moves, targets):
         position = np.int64(new.positions[row, i])
         if new.valid[row, i] and position >> SEGMENT == segment:
             key = key_of(rules, new.codes[bh, i], position, rules.window)
+            if key < 0:
+                continue
             rank = np.int64(ranks[key])
             ranks[key] += 1
             _move(tables, rules, moves, targets, rank, bh, np.int64(0), np.int64(NEW_TOKEN), row * tokens + i)

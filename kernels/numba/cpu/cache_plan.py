@@ -62,7 +62,8 @@ def count_tokens(tables, levels, rules, new):
     rungs, num_bh = len(tables.rungs), len(tables.num_pages)
     groups = new_groups(num_bh * rules.segments, rungs, rungs + rules.evicts)
     _count(tables, rules, new, groups)
-    weights = _weigh(groups, np.uint64(rules.floor // max(rules.seqlen, 1)))
+    kept = rules.seqlen - max(rules.oldest, 0)
+    weights = _weigh(groups, np.uint64(rules.floor // max(kept, 1)))
     own, bytes_left = rules.heads * rules.segments, np.empty(len(tables.budget), np.int64)
     for row in range(len(bytes_left)):
         waits, available = tables.waits[row] != 0, tables.budget[row] - rules.fixed_nbytes
@@ -136,7 +137,9 @@ def _count(tables, rules, new, groups):
             if new.valid[bh // rules.heads, i]:
                 position = np.int64(new.positions[bh // rules.heads, i])
                 g = bh * rules.segments + (position >> SEGMENT)
-                groups.starts[g, rungs, key_of(rules, new.codes[bh, i], position, rules.window)] += 1
+                key = key_of(rules, new.codes[bh, i], position, rules.window)
+                if key >= 0:
+                    groups.starts[g, rungs, key] += 1
 
 
 @allocating

@@ -55,7 +55,10 @@ _POINTERS = (
     "seqlen", "used", "slab_count", "slabs", "free_slabs", "num_free", "entry_of", "slab_slot", "budget",
     "status", "waiting",
 )  # fmt: skip
-NUMBERS = ("batch", "heads", "entries", "num_rungs", "max_slabs", "max_pages", "slab_units", "evicts")
+NUMBERS = (
+    "batch", "heads", "entries", "num_rungs", "max_slabs", "max_pages", "slab_units", "evicts",
+    "sliding_window",
+)  # fmt: skip
 STATE = np.dtype(
     [("rungs", _RUNG, RUNGS), *((name, "u8") for name in _POINTERS), *((name, "i4") for name in NUMBERS)],
     align=True,

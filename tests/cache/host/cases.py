@@ -9,7 +9,7 @@ import numpy as np
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.ops.attention import merge_attention
 from kvlab.ops.packed import packed_attention
-from tests.held import pages_of, positions
+from tests.held import pages_of, positions, seen_of
 
 LAYERS, HEADS, GROUP, DIM = 2, 2, 2, 64
 
@@ -37,24 +37,29 @@ def check_state(cache: Any, held: list[Any]) -> None:
 def step(cache: Any, rng: np.random.Generator, steps: int, valid: np.ndarray | None = None) -> None:
     """Step all layers; the results are those of attention over what the pages hold and the new tokens."""
     device = cache._runner._device
-    if device is not None and steps <= 16 and min(device.lookahead) < steps:
-        cache._runner._reallocate(device, 0, steps)
+    if device is not None and steps <= 16:
+        for layer in range(LAYERS):
+            if device.lookahead[layer] < steps:
+                cache._runner._reallocate(device, layer, steps)
     for layer in range(LAYERS):
         before = None if device is None else pages_of(cache)[layer]  # a layer may take room from others
+        visible, window = seen_of(cache, layer), cache.windows[layer] or None
         q, k, v = draw(rng, cache, steps)
         out = cache.step(layer, q, k, v, valid=valid)
         seen = np.ones(q.shape[:2], bool) if valid is None else valid
-        exact = MixedPrecisionCache(1, HEADS * GROUP, HEADS, DIM, batch=cache.batch, budget=None, bits=16)
+        options = {"batch": cache.batch, "budget": None, "bits": 16, "sliding_window": window}
+        exact = MixedPrecisionCache(1, HEADS * GROUP, HEADS, DIM, **options)
         wanted = exact.step(0, q, k, v, valid=seen).astype(np.float32)
         if before is not None and before.num_pages.any():
-            lse = _lse(q, k, seen)
-            stored = packed_attention(q.astype(np.float32), before)
+            lse = _lse(q, k, seen, window or steps)
+            stored = packed_attention(q.astype(np.float32), before, **visible)
             wanted, _ = merge_attention([wanted, stored.out], [lse, stored.lse])
         assert np.abs(out - wanted)[seen].max(initial=0) < 4e-3
 
 
-def _lse(q: np.ndarray, k: np.ndarray, valid: np.ndarray) -> np.ndarray:
+def _lse(q: np.ndarray, k: np.ndarray, valid: np.ndarray, window: int) -> np.ndarray:
     keys = np.repeat(k.astype(np.float32), GROUP, 2)
     scores = np.einsum("bshd,bthd->bhst", q.astype(np.float32), keys) / np.sqrt(DIM)
-    visible = np.tri(q.shape[1], dtype=bool) & valid[:, None, None, :]
+    square = np.ones((q.shape[1], q.shape[1]), bool)
+    visible = np.tril(square) & np.triu(square, 1 - window) & valid[:, None, None, :]
     return np.logaddexp.reduce(np.where(visible, scores, -np.inf), axis=-1).astype(np.float32)

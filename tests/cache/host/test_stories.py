@@ -11,7 +11,7 @@ from hypothesis import Phase, settings
 from kvlab.ops.packed import packed_attention
 from tests.cache.host.cases import draw, make, step
 from tests.cache.host.noted import install
-from tests.held import pages_of
+from tests.held import pages_of, seen_of
 from tests.stories import CacheStory
 
 
@@ -32,7 +32,7 @@ class Story(CacheStory):
     def attend_checked(self, cache: Any, rng: np.random.Generator) -> None:
         q = draw(rng, cache, 2)[0]
         for layer, pages in enumerate(pages_of(cache)):
-            wanted = packed_attention(q.astype(np.float32), pages).out
+            wanted = packed_attention(q.astype(np.float32), pages, **seen_of(cache, layer)).out
             assert np.abs(cache.attend(layer, q) - wanted).max() < 4e-3
 
 
