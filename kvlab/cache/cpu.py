@@ -581,11 +581,12 @@ class CpuExecutor:
             mapped.madvise(mmap.MADV_HUGEPAGE)
         return np.frombuffer(mapped, np.uint8)
 
-    def copied_arena(self, store: DeviceStore, layer: int) -> Any:
+    def copied_arenas(self, store: DeviceStore) -> Any:
         """A copy of the pages that are live; others take no memory."""
-        arena = self.arena(int(store.arenas[layer].nbytes), store.like)
-        copy_pages(store, layer, arena)
-        return arena
+        memory = self.arena(int(store.memory_of_arenas.nbytes), store.like)
+        for layer, arena in enumerate(store.arenas_in(memory)):
+            copy_pages(store, layer, arena)
+        return memory
 
     def score_memory(self, shape: Sequence[int], like: Any) -> Any:
         """Memory for kept scores; of pages that are not live nothing is read."""

@@ -172,9 +172,9 @@ class GpuExecutor:
         """Memory for pages."""
         return self.empty((nbytes,), "uint8", like)
 
-    def copied_arena(self, store: DeviceStore, layer: int) -> Any:
-        """A copy of an arena as a whole: the device copies it while the host goes on."""
-        return self.copied(store.arenas[layer])
+    def copied_arenas(self, store: DeviceStore) -> Any:
+        """A copy of all arenas as a whole: the device copies them while the host goes on."""
+        return self.copied(store.memory_of_arenas)
 
     def taken(self, x: Any, name: str, dtype: str, mask: Any = None) -> Any:
         """An argument as kernels take it: as it is."""

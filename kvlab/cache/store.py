@@ -163,6 +163,8 @@ class DeviceStore:
 
     Attributes
     ----------
+    arenas : list of uint8 arrays
+        By layer, all in `memory_of_arenas`.
     tables : dict of str to array
         (layers, ...) arrays by the names of `LayerState`.
     states_pointer : int
@@ -223,7 +225,10 @@ class DeviceStore:
                 f"a layer would take {max(arenas)} bytes of pages and page tables name {NO_PAGE * UNIT}: "
                 "give a smaller budget, fewer rows or a shorter max_seqlen"
             )
-        self.arenas = [executor.arena(nbytes, like) for nbytes in arenas]
+        # One block: it is taken at once, and a copy begins while the host lays down the rest.
+        self._begins = np.cumsum([0, *(-(-nbytes // _ALIGNMENT) * _ALIGNMENT for nbytes in arenas)])
+        self._arena_nbytes = arenas
+        self.memory_of_arenas = executor.arena(int(self._begins[-1]), like)
         self.like = like
         sizes = [self._nbytes_of_table(*kind) for kind in self._shapes().values()]
         self._memory_of_tables = executor.empty((sum(sizes),), "uint8", like)
@@ -234,11 +239,16 @@ class DeviceStore:
     def copy(self) -> DeviceStore:
         """Return a store that holds the same pages at the same places."""
         other = copy(self)
-        other.arenas = [self.executor.copied_arena(self, layer) for layer in range(len(self.stores))]
+        other.memory_of_arenas = self.executor.copied_arenas(self)
         other._memory_of_tables = self.executor.copied(self._memory_of_tables)
         other.host_states = self.host_states.copy()
         other._lay_down()
         return other
+
+    def arenas_in(self, memory: Any) -> list[Any]:
+        """The arena of each layer in a block for all."""
+        begins = zip(self._begins.tolist(), self._arena_nbytes, strict=False)
+        return [memory[begin : begin + nbytes] for begin, nbytes in begins]
 
     def _nbytes_of_table(self, shape: tuple[int, ...], dtype: str) -> int:
         """Bytes of a table of all layers, and those up to the next."""
@@ -256,7 +266,8 @@ class DeviceStore:
             self.tables[name] = viewed(mine, dtype, (layers, *shape))
             states[name] = pointer(self.tables[name]) + np.uint64(step) * numbers
             begin += self._nbytes_of_table(shape, dtype)
-        states["arena"] = [pointer(arena) for arena in self.arenas]
+        self.arenas = self.arenas_in(self.memory_of_arenas)
+        states["arena"] = pointer(self.memory_of_arenas) + self._begins[:-1].astype(np.uint64)
         begins = states["arena"] + np.array(self.slab, np.uint64) * np.array(self.num_slabs, np.uint64)
         states["waiting"] = np.where(self.holds_waiting, begins, 0)
         self.states = self.executor.to_device(states.view(np.uint8), self.like)
@@ -295,8 +306,7 @@ class DeviceStore:
 
     def clear_arenas(self) -> None:
         """Write zeros over all pages, or what is saved of them might show what their memory held before."""
-        for arena in self.arenas:
-            self.executor.fill_zero(arena)
+        self.executor.fill_zero(self.memory_of_arenas)
 
     def _clear_tables(self) -> None:
         overwrite = self.executor.overwrite
@@ -340,7 +350,7 @@ class DeviceStore:
     @property
     def reserved_nbytes(self) -> int:
         """Bytes of arenas, tables and states."""
-        return sum(int(x.nbytes) for x in (*self.arenas, self._memory_of_tables, self.states))
+        return sum(int(x.nbytes) for x in (self.memory_of_arenas, self._memory_of_tables, self.states))
 
     def reach(self, layer: int, rewind: int) -> int:
         """How many tokens a query sees and crops may bring back to its sight, itself the last; 0: all."""
