@@ -438,7 +438,7 @@ def test_a_model_may_be_loaded_with_the_attention_function() -> None:
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert AutoModelForCausalLM.from_config(CONFIGS["llama"], attn_implementation=ATTENTION)
+    assert AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS["llama"]), attn_implementation=ATTENTION)
 
 
 @pytest.mark.parametrize("importance", ["attention", "recency"])
