@@ -157,12 +157,12 @@ def choice(value: Any, name: str, supported: Collection[str]) -> str:
         ...
     ValueError: allocator='best' is not supported; supported are 'greedy', 'dp'
     """
+    if isinstance(value, str) and value in supported:
+        return value
     listed = ", ".join(map(repr, supported))
     if not isinstance(value, str):
         raise TypeError(f"{name}={value!r} must be one of {listed}, not {type(value).__name__}")
-    if value not in supported:
-        raise ValueError(f"{name}={value!r} is not supported; supported are {listed}")
-    return value
+    raise ValueError(f"{name}={value!r} is not supported; supported are {listed}")
 
 
 def sides_of_window(window: Any, name: str = "window") -> tuple[int, int]:

@@ -34,6 +34,7 @@ __all__ = [
     "device_of_kind",
     "dtype_of_kind",
     "kinds_of",
+    "splitter",
     "stream_of",
     "view_of",
 ]
@@ -54,11 +55,12 @@ def kinds_of(arrays: Sequence[Any], names: Sequence[str]) -> tuple[tuple[Kind, .
         As `kvlab.arrays.cuda_view`; an array on the CPU may still be refused by `to_numpy_view`.
     """
     torch = sys.modules.get("torch")
+    tensor, strided = (torch.Tensor, torch.strided) if torch is not None else ((), None)
     kinds, addresses = [], []
     for x, name in zip(arrays, names, strict=True):
-        if torch is not None and isinstance(x, torch.Tensor):
-            if x.requires_grad or x.layout is not torch.strided or x.is_neg():
-                check_tensor(x, torch, name)
+        if isinstance(x, tensor):
+            if x.requires_grad or x.layout is not strided or x.is_neg():
+                check_tensor(x, sys.modules["torch"], name)
             address = x.data_ptr()
             kinds.append((x.shape, x.stride(), x.dtype, x.device, address % ALIGNMENT))
         else:
@@ -121,6 +123,18 @@ def allocator(shape: Sequence[int], dtype: str, kind: Kind) -> Callable[[], tupl
         return made, made.data_ptr()
 
     return make_in_torch
+
+
+def splitter(sizes: Sequence[int], axis: int, kind: Kind) -> Callable[[Any], list[Any]]:
+    """Return what cuts an array of a kind's library into parts of these sizes along an axis."""
+    sizes = list(sizes)
+    if not isinstance(kind[3], Device):
+        # Half the time of slices. Nobody else has the whole, so its parts need not know of each other.
+        split = sys.modules["torch"].unsafe_split_with_sizes
+        return lambda x: list(split(x, sizes, axis))
+    ends = np.cumsum([0, *sizes]).tolist()
+    spans = [(slice(None),) * axis + (slice(*ends[i : i + 2]),) for i in range(len(sizes))]
+    return lambda x: [x[span] for span in spans]
 
 
 def stream_of(kind: Kind) -> Callable[[], int]:

@@ -20,7 +20,7 @@ from kvlab.arrays import CudaView
 from kvlab.jit.build import build
 from kvlab.jit.launch import PreparedLaunch, cuda_kernel, load
 from kvlab.jit.structs import ADDRESS, Struct, words_of
-from kvlab.ops.array_kinds import allocator, stream_of
+from kvlab.ops.array_kinds import allocator, splitter, stream_of
 from kvlab.ops.attention_arguments import (
     MAP_WORDS,
     TensorMaps,
@@ -173,7 +173,7 @@ class ListedCall:
         self._new_lse = allocator((heads, sum(rows)), "float32", kind) if call.return_lse else None
         self._stream = stream_of(kind)
         starts = np.cumsum([0, *rows]).tolist()
-        self._spans = [slice(*starts[g : g + 2]) for g in range(count)]
+        self._split_out, self._split_lse = (splitter(rows, axis, kind) for axis in (0, 1))
 
         # Places of addresses among those of a call: q, k, v; cu_seqlens, prefixes.
         self._mapped = [*present, count, count + 1]
@@ -194,7 +194,7 @@ class ListedCall:
             "paired": int(call.implementation != "listed"), "blocks": self.split_blocks,
             "most_parts": most_parts,
         })  # fmt: skip
-        self._list_words = words_of(list_argument)
+        self._list_words, self._made_at = words_of(list_argument), -1
         make_list = cuda_kernel("attention/grouped_list", "make_grouped_list", (), device)
         self._make_list = PreparedLaunch(make_list, (self.sections,), (_LIST_THREADS,), list_argument)
 
@@ -241,8 +241,7 @@ class ListedCall:
             words[_LIST], words[_SEMAPHORE] = at, at + SEMAPHORE_OFFSET
             self._attend(stream)
         del made  # stream-ordered: what reuses the memory comes after these launches
-        lses = [] if lse is None else [lse[:, span] for span in self._spans]
-        return [out[span] for span in self._spans], lses
+        return self._split_out(out), [] if lse is None else self._split_lse(lse)
 
     def _launch_list(self, addresses: Sequence[int], stream: int) -> tuple[Any, int]:
         """Make a list on a stream, in new memory that begins with it and ends with the workspace of parts."""
@@ -250,7 +249,9 @@ class ListedCall:
         words, at = self._list_words, made[1]
         for word, place in self._lengths:
             words[word] = addresses[place]
-        for word, begin in enumerate(self._begins, _LIST_WORD):
-            words[word] = at + begin
+        if at != self._made_at:  # memory often comes again
+            self._made_at = at
+            for word, begin in enumerate(self._begins, _LIST_WORD):
+                words[word] = at + begin
         self._make_list(stream)
         return made
