@@ -1,4 +1,5 @@
-"""What GPU tests of attention share: drawn arrays and options, poisoned memory, results as NumPy arrays."""
+"""What GPU tests of attention share: drawn arrays and options, poisoned memory, results as NumPy arrays, and
+gradients against float64."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from tests.gradients import Gradients
+import kvlab
+from tests.gradients import Gradients, assert_gradients, exact_gradients, low_precision_gradients
 
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 HEAD_DIMS = (8, 20, 32, 40, 64, 72, 80, 96, 128, 160, 192, 256)
@@ -62,3 +64,26 @@ def with_noise(low: Gradients, dout: Any, q: Any, k: Any, v: Any, scale: float |
     dim = q.shape[-1]
     slope = 2.0**-24 * dim * largest[0] * largest[3] * abs(dim**-0.5 if scale is None else scale)
     return low[0] + slope * largest[2], low[1] + slope * largest[1], low[2]
+
+
+def gradients(dout: torch.Tensor, *qkv: torch.Tensor, **options: Any) -> list[torch.Tensor]:
+    """Gradients of a call, in memory where NaN was."""
+    out, lse = kvlab.attention(
+        *qkv, return_lse=True, **{n: x for n, x in options.items() if n != "deterministic"}
+    )
+    for x in qkv:
+        poison(x)
+    torch.full((4 * qkv[0].numel() + 10**6,), float("nan"), device="cuda")
+    return list(kvlab.attention_backward(dout, *qkv, out, lse, **options))
+
+
+def check(dout: torch.Tensor, *qkv: torch.Tensor, deterministic: bool, **options: Any) -> None:
+    """Gradients of a call against float64, and the same bits again."""
+    got = gradients(dout, *qkv, deterministic=deterministic, **options)
+    assert kvlab.last_backend() == "cuda"
+    arrays = [to_numpy(x) for x in (dout, *qkv)]
+    low = with_noise(low_precision_gradients(*arrays, **options), *arrays, options["scale"])
+    assert_gradients(tuple(map(to_numpy, got)), exact_gradients(*arrays, **options), low)
+    if deterministic:
+        again = gradients(dout, *qkv, deterministic=True, **options)
+        assert all(torch.equal(x, y) for x, y in zip(got, again, strict=True))

@@ -21,8 +21,10 @@ from tests.gpu.attention_cases import (
     HEAD_DIMS,
     HEADS,
     LENGTHS,
+    check,
     draw,
     draw_options,
+    gradients,
     poison,
     to_numpy,
     with_noise,
@@ -41,27 +43,6 @@ from tests.gradients import (
 def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both kernels in turn; on other GPUs the portable one twice."""
     monkeypatch.setattr(attention_backward_cuda, "HOPPER", request.param == "hopper")
-
-
-def gradients(dout: torch.Tensor, *qkv: torch.Tensor, **options: Any) -> list[torch.Tensor]:
-    out, lse = kvlab.attention(
-        *qkv, return_lse=True, **{n: x for n, x in options.items() if n != "deterministic"}
-    )
-    for x in qkv:
-        poison(x)
-    torch.full((4 * qkv[0].numel() + 10**6,), float("nan"), device="cuda")
-    return list(kvlab.attention_backward(dout, *qkv, out, lse, **options))
-
-
-def check(dout: torch.Tensor, *qkv: torch.Tensor, deterministic: bool, **options: Any) -> None:
-    got = gradients(dout, *qkv, deterministic=deterministic, **options)
-    assert kvlab.last_backend() == "cuda"
-    arrays = [to_numpy(x) for x in (dout, *qkv)]
-    low = with_noise(low_precision_gradients(*arrays, **options), *arrays, options["scale"])
-    assert_gradients(tuple(map(to_numpy, got)), exact_gradients(*arrays, **options), low)
-    if deterministic:
-        again = gradients(dout, *qkv, deterministic=True, **options)
-        assert all(torch.equal(x, y) for x, y in zip(got, again, strict=True))
 
 
 @pytest.mark.usefixtures("_kernel")

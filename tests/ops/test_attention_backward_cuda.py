@@ -29,6 +29,10 @@ def test_every_tiling_is_gated() -> None:
         assert all(wanted | {"CLUSTER_SPLIT": str(n)} in gated for n in splits)
         if tiles.cluster == 1:
             assert all(wanted | {"CLUSTER_SPLIT": str(n), "DETERMINISTIC": "1"} in gated for n in splits)
+    for head_dim, tiles in launcher.LONG_STEPS.items():
+        wanted = {"HEAD_DIM": str(head_dim), "BF16": "1", "SOFTCAP": "0", "CLUSTER_SPLIT": "1"}
+        wanted |= {"BLOCK_M": str(tiles.block_m)}
+        assert wanted in declared(f"{tiles.source}.cu")
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
@@ -43,7 +47,38 @@ def test_the_same_bits_every_time_take_a_kernel_of_their_own(
     launcher.plan_of.__wrapped__(dim, "bfloat16", False, True, True, 1, deterministic, 0)
     before_and_after, main = built
     assert "DETERMINISTIC" not in before_and_after
+    assert "BLOCK_M" not in main
     assert main.get("DETERMINISTIC", 0) == (deterministic and dim <= 128)  # above, one kernel does both
+
+
+def test_long_steps_are_the_same_for_all_kernels_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[dict[str, int]] = []
+    monkeypatch.setattr(launcher, "compute_capability", lambda device: (9, 0))
+    monkeypatch.setattr(launcher, "build", lambda name, macros, arch: built.append(dict(macros)))
+    monkeypatch.setattr(launcher, "load", lambda *_, **__: None)
+    plan = launcher.plan_of.__wrapped__(120, "bfloat16", False, True, True, 1, False, 0, 1, True)
+    assert [x["BLOCK_M"] for x in built] == [plan.box] * 2 == [80] * 2
+    assert plan.aligned_rows % plan.box == plan.aligned_rows % launcher.PREPOST_ROWS == 0
+
+
+@pytest.mark.parametrize(
+    ("dim", "capped", "deterministic", "rows", "window", "expected"),
+    [
+        (128, False, False, 16384, (1 << 30, 1 << 30), True),
+        (104, False, False, 8192, (1 << 30, 0), True),
+        (128, False, False, 8191, (1 << 30, 0), False),
+        (128, True, False, 16384, (1 << 30, 0), False),
+        (128, False, True, 16384, (1 << 30, 0), False),
+        (128, False, False, 16384, (500, 0), False),
+        (96, False, False, 16384, (1 << 30, 1 << 30), False),
+        (256, False, False, 16384, (1 << 30, 1 << 30), False),
+    ],
+)
+def test_which_calls_have_long_steps(
+    dim: int, capped: bool, deterministic: bool, rows: int, window: tuple[int, int], expected: bool
+) -> None:
+    call = dict(zip(("left", "right"), window, strict=True))
+    assert launcher.has_long_steps(dim, capped, deterministic, (1, rows, rows), call) == expected
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
@@ -63,8 +98,11 @@ def test_float32_tiles_are_gated_and_fit_every_gpu(head_dim: int) -> None:
 
 
 def test_hopper_tiles_fit() -> None:
-    for head_dim, tiles in launcher.HOPPER_SHAPES.items():
-        resources = read_resources(build(tiles.source, hopper(head_dim), "sm_90a").cubin)
+    long = {dim: hopper(dim) | {"BLOCK_M": x.block_m} for dim, x in launcher.LONG_STEPS.items()}
+    kernels = [(x, dim, hopper(dim)) for dim, x in launcher.HOPPER_SHAPES.items()]
+    kernels += [(x, dim, long[dim]) for dim, x in launcher.LONG_STEPS.items()]
+    for tiles, head_dim, chosen in kernels:
+        resources = read_resources(build(tiles.source, chosen, "sm_90a").cubin)
         static = resources["attend_backward"].shared_bytes
         assert tiles.shared_bytes(head_dim) + static <= HOPPER_SHARED_BYTES
 

@@ -10,6 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import kvlab  # noqa: E402
+from kvlab.ops import array_kinds  # noqa: E402
+from kvlab.ops.array_kinds import splitter  # noqa: E402
 from kvlab.ops.cuda import attention as attention_cuda  # noqa: E402
 from kvlab.ops.cuda import (  # noqa: E402
     attention_backward,
@@ -200,6 +202,31 @@ def test_gradients_are_three_launches(
         if hopper:
             assert maps_in(launches[1]) == [x.data_ptr() for x in (q, k, v, dout)]
             assert len(launches[1].parameters) == 5
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_of_long_calls_have_a_workspace_for_long_steps(gpu: StandInGpu, causal: bool) -> None:
+    tokens, heads, steps = 8300, 8, attention_backward.LONG_STEPS[DIM]
+    q, k, v = (torch.zeros(1, tokens, x, DIM, dtype=torch.bfloat16) for x in (heads, heads, heads))
+    kvlab.attention_backward(q, q, k, v, q, torch.zeros(1, heads, tokens), causal=causal)
+    made, *launches = gpu.launches
+    calls = [call_in(launch, attention_backward._CALL) for launch in launches]
+    assert [call["rows"] for call in calls] == [8320] * 3
+    assert [launch.grid for launch in launches] == [(260, heads, 1), (132, 1, 1), (260, heads, 1)]
+    of_list = call_in(made, tile_list._CALL)
+    assert (of_list["positions"], of_list["block_n"]) == (steps.block_n, steps.block_m)
+
+
+def test_parts_of_results_may_be_changed_in_place() -> None:
+    whole = torch.zeros(4, 6)
+    for axis, sizes in ((0, [1, 0, 3]), (1, [2, 4])):
+        parts = splitter(sizes, axis, array_kinds.kinds_of([whole], ["whole"])[0][0])(whole)
+        assert [part.shape[axis] for part in parts] == sizes
+        assert parts[0].data_ptr() == whole.data_ptr()
+        with torch.no_grad():
+            last = splitter(sizes, axis, array_kinds.kinds_of([whole], ["whole"])[0][0])(whole)[-1]
+        last.add_(torch.ones(last.shape, requires_grad=True))
+        assert whole.select(axis, -1).min() > 0
 
 
 def test_what_is_remembered_is_no_more_than_what_is_equal(gpu: StandInGpu) -> None:

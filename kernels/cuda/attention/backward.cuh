@@ -9,7 +9,8 @@
 // dout * out) and sums of dq. lse_log2 and dpsum lie as `stat_offset` says: what a lane needs for 16 columns
 // of a product of keys by rows is 16 bytes. Sums lie as `accum_offset` says: in tiles of 64 rows by 8
 // channels, and of these first the warp's and then the lane's that has them in a product as mma and wgmma
-// leave it.
+// leave it. If a step has a number of rows that no product can have as its rows (TURNED), they are its
+// columns: `turned_offset`.
 //
 // With QUERY_GROUPS, most groups of queries of a call, a tile has a part of every group: the rows of the
 // group that see its keys. Groups lie in the workspace one after the other.
@@ -28,7 +29,8 @@ using KeyTile = TileInfo;
 using KeyTile = GroupedKeys;
 #endif
 
-constexpr int ALIGNED_ROWS = 128;  // a multiple of BLOCK_M and 64
+constexpr bool TURNED = BLOCK_M % 64 != 0 && BLOCK_M > 64;  // sums of dq have channels as rows
+constexpr int ALIGNED_ROWS = TURNED ? 2 * BLOCK_M : 128;    // a multiple of BLOCK_M and of 32
 
 #if QUERY_GROUPS > 1
 struct QueryGroup {
@@ -79,9 +81,9 @@ struct SeqInfo {
 
 // First row of a sequence in the workspace of a head.
 __device__ __forceinline__ i64 find_workspace_row(const Call& call, int sequence, int start, int rows) {
-    const i64 blocks = call.cu_q ? start / ALIGNED_ROWS + sequence
-                                 : (i64)sequence * ((rows + ALIGNED_ROWS - 1) / ALIGNED_ROWS);
-    return blocks * ALIGNED_ROWS;
+    const int blocks =
+        call.cu_q ? start / ALIGNED_ROWS + sequence : sequence * ((rows + ALIGNED_ROWS - 1) / ALIGNED_ROWS);
+    return (i64)blocks * ALIGNED_ROWS;
 }
 
 #if QUERY_GROUPS == 1
@@ -162,6 +164,14 @@ __device__ __forceinline__ int accum_offset(int row, int column) {
     const int lane = row % 8 * 4 + column % 8 / 2;
     return row / 64 * (64 * HEAD_DIM) + column / 8 * 512 + row % 64 / 16 * 128 + lane * 4 + row / 8 % 2 * 2 +
            column % 2;
+}
+
+// The same where TURNED: 64 channels by BLOCK_M rows, of 16 channels by 8 rows a lane has channels g, g + 8
+// and rows 2 u, 2 u + 1.
+__device__ __forceinline__ i64 turned_offset(int row, int column) {
+    const int lane = column % 8 * 4 + row % 8 / 2;
+    return row / BLOCK_M * (i64)(BLOCK_M * HEAD_DIM) + column / 64 * (BLOCK_M * 64) +
+           row % BLOCK_M / 8 * 512 + column % 64 / 16 * 128 + lane * 4 + column / 8 % 2 * 2 + row % 2;
 }
 
 // A score from a product q k: capped, softcap * tanh(y) with tanh(y) = 1 - 2 / (1 + exp(2 y)), or scaled.

@@ -13,10 +13,14 @@
 //
 // Macros: HEAD_DIM, a multiple of 16; FLOAT32: 1 elements are float32, lse_log2 base e, 0 of the 16-bit type
 // that BF16 says; QUERY_GROUPS, most groups of queries of a call (1 if it is not given); ALIGNED: 1 rows of
-// dout and out can be read, and those of dq written, 16 bytes at a time, 0 element by element.
+// dout and out can be read, and those of dq written, 16 bytes at a time, 0 element by element; BLOCK_M, as
+// the kernel between them has it.
 #include "common/pairs.cuh"
 
-constexpr int BLOCK_M = 64, BLOCK_N = 64;  // unused here
+#ifndef BLOCK_M
+constexpr int BLOCK_M = 64;
+#endif
+constexpr int BLOCK_N = 64;  // unused here
 constexpr int ROWS_OF_CTA = 32, THREADS = 256;
 constexpr int LANES = HEAD_DIM > 128 ? 32 : HEAD_DIM > 64 ? 16 : HEAD_DIM > 32 ? 8 : 4;
 constexpr int ROWS_AT_ONCE = THREADS / LANES;
@@ -133,13 +137,36 @@ extern "C" __global__ void __launch_bounds__(THREADS) preprocess(const __grid_co
     }
 }
 
-// A thread has 8 channels of rows r and r + 8, as they lie beside each other.
+// A thread has 8 channels of rows r and r + 8, as they lie beside each other; where TURNED 16 channels of
+// rows r and r + 1.
 extern "C" __global__ void __launch_bounds__(THREADS) postprocess(const __grid_constant__ Call call) {
     const Part part = find_part(call);
     const SeqInfo& s = part.s;
     const int head = blockIdx.y;
     const float* const accum = call.dq_accum + (head * call.rows + s.workspace_row) * HEAD_DIM;
     const float f = call.scale;
+#if !FLOAT32
+    if constexpr (TURNED) {
+        for (int i = threadIdx.x; i < ROWS_OF_CTA * HEAD_DIM / 32; i += THREADS) {
+            const int row = blockIdx.x * ROWS_OF_CTA + i / (HEAD_DIM / 4) * 8 + i % 4 * 2;
+            const int channel = i % (HEAD_DIM / 4) / 4 * 16;
+            const float4* const from = (const float4*)(accum + turned_offset(row, channel));
+            float x[2][2][8];  // of a row 8 channels, then 8 more
+#pragma unroll
+            for (int g = 0; g < 8; ++g) {
+                const float4 piece = from[4 * g];
+                x[0][0][g] = piece.x * f, x[1][0][g] = piece.y * f;
+                x[0][1][g] = piece.z * f, x[1][1][g] = piece.w * f;
+            }
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                if (row + j / 2 < s.rows && channel + j % 2 * 8 < call.dim)
+                    write_channels(row_of(part.dq, s, s.q0, row + j / 2, head), x[j / 2][j % 2],
+                                   channel + j % 2 * 8, call.dim);
+        }
+        return;
+    }
+#endif
     for (int i = threadIdx.x; i < ROWS_OF_CTA * HEAD_DIM / 16; i += THREADS) {
         const int row = blockIdx.x * ROWS_OF_CTA + i / HEAD_DIM * 16 + i % 8, channel = i % HEAD_DIM / 8 * 8;
         if (row >= s.rows || channel >= call.dim) continue;
@@ -163,4 +190,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) postprocess(const __grid_c
 // gate: HEAD_DIM=32,64,256 FLOAT32=0 BF16=1 ALIGNED=1,0 registers<=64
 // gate: HEAD_DIM=96,192 FLOAT32=0 BF16=1 ALIGNED=1 registers<=64
 // gate: HEAD_DIM=64,96,128 FLOAT32=0 BF16=1,0 ALIGNED=1 QUERY_GROUPS=16 registers<=64
+// gate: HEAD_DIM=128 FLOAT32=0 BF16=1,0 ALIGNED=1 BLOCK_M=80 registers<=64
 // gate: HEAD_DIM=64,256 FLOAT32=1 BF16=0 ALIGNED=0 registers<=64

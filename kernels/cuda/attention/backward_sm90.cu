@@ -13,7 +13,7 @@
 //   warps 4-7, 8-11   a warpgroup each has 64 keys, all rows: scores have keys as rows and query rows as
 //          columns, 16 keys a warp, so P and dS stay in registers as the first operands of dV and dK. Of dQ,
 //          which sums over all keys, each has 64 rows by 64 channels (of 96 the second has 32), and takes dS
-//          from shared memory.
+//          from shared memory. A step of 80 rows (TURNED) has them as columns: 64 channels by 80 rows.
 //
 // BLOCK_M rows are a step of a warpgroup:
 //          S = K Q^T and, behind it, dP = V dout^T;  P = exp2(S - lse) while dP runs;  dV += P dout begins,
@@ -30,25 +30,32 @@
 // Memory: shared, from a multiple of 1024 on, in blocks of 64 columns: K and V, 2 stages of Q and of dout, 2
 // of dS (BLOCK_M x BLOCK_N), dQ (2 x 64 x 64 floats); 2 stages of lse_log2 and dpsum; mbarriers, two
 // tiles. Sums of dK and dV for the cluster lie where K, V, Q and dout were. Registers at HEAD_DIM 128,
-// BLOCK_M 64: 64 of dK, 64 of dV, 32 of S, 32 of dP or dQ, 16 of P, 16 of dS, 16 of lse_log2 or dpsum.
+// BLOCK_M 64: 64 of dK, 64 of dV, 32 of S, 32 of dP or dQ, 16 of P, 16 of dS, 16 of lse_log2 or dpsum; at
+// BLOCK_M 80: 64, 64, 40, 40, 20, 20 and 4.
 //
 // Macros: HEAD_DIM, 64, 96 or 128, that the channels are filled up to with zeros; BF16; SOFTCAP as in
 // attention/forward.cu; CLUSTER_SPLIT, 1, 2, 4 or 8; QUERY_GROUPS, most groups of queries of a call (1 if it
-// is not given); DETERMINISTIC, 1 for the same bits every time (0 if it is not given).
+// is not given); DETERMINISTIC, 1 for the same bits every time (0 if it is not given); BLOCK_M, 80 for long
+// steps at 128 channels.
 #ifndef DETERMINISTIC
 #define DETERMINISTIC 0
 #endif
 constexpr int INFO_STAGES = 2;
-constexpr bool LAG = HEAD_DIM == 128, LATE_DV = !LAG && !SOFTCAP;  // dV begins behind dS
-constexpr bool HOLD_V = HEAD_DIM == 96 && !SOFTCAP;                // others have no registers to spare
-constexpr int V_STEPS = HOLD_V ? HEAD_DIM / 16 : 1;
 
 #include "attention/products_sm90.cuh"
 #include "attention/backward_sm90.cuh"
 #include "attention/backward_steps_sm90.cuh"
 
-static_assert(M_BLOCKS * D_BLOCKS == 2, "a warpgroup has one block of dQ");
-constexpr int REGISTERS = QUERY_GROUPS == 1 ? 232 : 224, LOADER_REGISTERS = QUERY_GROUPS == 1 ? 40 : 56;
+static_assert(TURNED ? HEAD_DIM == 128 && QUERY_GROUPS == 1 : M_BLOCKS * D_BLOCKS == 2,
+              "a warpgroup has one block of dQ");
+
+constexpr bool LAG = HEAD_DIM == 128, LATE_DV = !LAG && !SOFTCAP;  // dV begins behind dS
+// With FEW, threads that load do with the least registers, so that those that compute have most.
+constexpr bool FEW = TURNED || (HEAD_DIM == 64 && !SOFTCAP && CLUSTER_SPLIT == 1 && QUERY_GROUPS == 1);
+constexpr bool HOLD_V = (HEAD_DIM == 96 && !SOFTCAP) || (HEAD_DIM == 64 && FEW);
+constexpr int V_STEPS = HOLD_V ? HEAD_DIM / 16 : 1;
+constexpr int REGISTERS = FEW ? 240 : QUERY_GROUPS == 1 ? 232 : 224;
+constexpr int LOADER_REGISTERS = FEW ? 24 : QUERY_GROUPS == 1 ? 40 : 56;
 static_assert(128 * LOADER_REGISTERS + COMPUTING * REGISTERS <= THREADS * 168,
               "setmaxnreg waits for registers that the CTA was not started with");
 
@@ -87,18 +94,37 @@ __device__ __forceinline__ void init_barriers(const Memory& m, const Signals& b)
     fence_async();
 }
 
+// A part of a tile, in registers (HELD) or, where these are few, read anew at every use.
+template <bool HELD>
+class TilePart {
+  public:
+    __device__ __forceinline__ TilePart(const Call& call, const KeyTile& t)
+        : call_(call), shared_(t), tile_(t), sequence_(sequence_of(call, t)) {}
+    __device__ __forceinline__ const KeyTile& tile() const { return HELD ? tile_ : shared_; }
+    __device__ __forceinline__ SeqInfo sequence() const {
+        return HELD ? sequence_ : sequence_of(call_, shared_);
+    }
+
+  private:
+    const Call& call_;
+    const KeyTile& shared_;
+    KeyTile tile_;
+    SeqInfo sequence_;
+};
+using LoaderTile = TilePart<!FEW>;
+using ComputingTile = TilePart<HEAD_DIM != 64 || !SOFTCAP>;
+
 // Calls visit(tile) for every tile that the CTA has taken; `tile` has num_groups parts.
 template <int READER, typename Visit>
 __device__ __forceinline__ void for_tiles(const Signals& b, Visit visit) {
-    PipelineState<INFO_STAGES> info = {0, 0};
-    for (;;) {
-        wait_barrier(b.full_info + 8 * info.stage, info.parity);
-        const KeyTile* const tile = b.info + info.stage * QUERY_GROUPS;
+    for (u32 count = 0;; ++count) {
+        const u32 stage = count % INFO_STAGES;
+        wait_barrier(b.full_info + 8 * stage, count / INFO_STAGES % 2);
+        const KeyTile* const tile = b.info + stage * QUERY_GROUPS;
         if (tile->sequence < 0) return;
         visit(tile);
         if (READER == 32) __syncwarp();
-        if (READER == 1 || threadIdx.x % 32 == 0) arrive(b.empty_info + 8 * info.stage);
-        info.next();
+        if (READER == 1 || threadIdx.x % 32 == 0) arrive(b.empty_info + 8 * stage);
     }
 }
 
@@ -107,39 +133,42 @@ __device__ __forceinline__ void for_tiles(const Signals& b, Visit visit) {
 // fetch from the semaphore, so the fetch that returns num_tiles - 1 is the last, and sets it to 0 again.
 __device__ __forceinline__ void load_q(const Memory& m, const Signals& b, const Maps& maps,
                                        const Call& call) {
-    const KeyTile* const tiles = (const KeyTile*)(call.list + 1);
-    const int num_tiles = call.list->num_tiles, groups = num_groups(call);
-    PipelineState<Q_STAGES> q = {0, 1};  // a stage is empty before the first phase of its barrier
-    PipelineState<INFO_STAGES> info = {0, 1};
+    const int groups = num_groups(call);
+    LoaderState<Q_STAGES> q = {0};
+    LoaderState<INFO_STAGES> info = {0};
     for (int index = blockIdx.x / CLUSTER;;) {
-        const u32 full = b.full_info + 8 * info.stage;
-        wait_barrier(b.empty_info + 8 * info.stage, info.parity);
-        KeyTile* const tile = b.info + info.stage * QUERY_GROUPS;
-        if (index >= num_tiles) {
+        const u32 full = b.full_info + 8 * info.stage();
+        wait_barrier(b.empty_info + 8 * info.stage(), info.parity());
+        KeyTile* const tile = b.info + info.stage() * QUERY_GROUPS;
+        if (index >= call.list->num_tiles) {
             tile->sequence = -1;
             arrive(full);
             return;
         }
+        const TileList* list = call.list;
+        asm volatile("" : "+l"(list));  // shall not take registers from one tile to the next
         expect_bytes(full, groups * sizeof(KeyTile));
-        copy_bytes(shared_address(tile), tiles + index * groups, groups * sizeof(KeyTile), full);
-        wait_barrier(full, info.parity ^ 1);
+        copy_bytes(shared_address(tile), (const KeyTile*)(list + 1) + index * groups,
+                   groups * sizeof(KeyTile), full);
+        wait_barrier(full, info.parity() ^ 1);
 #pragma unroll 1
         for (int i = 0; i < groups; ++i) {
             const KeyTile& t = tile[i];
-            const TmaCoord rows = row_coord_of(call, sequence_of(call, t));
-            const i64 workspace_row = find_workspace_row(call, t);
+            const LoaderTile of(call, t);
 #pragma unroll 1
-            for (Steps at = find_steps(call, t); at.left; at.next(call), q.next())
-                load_rows(m.q + q.stage * ROW_BYTES, maps.q + group_of(t), m.lse_log2 + q.stage * STAT_BYTES,
-                          call.lse_log2 + at.head * call.rows + workspace_row + at.row,
-                          m.full_q + 8 * q.stage, m.empty_q + 8 * q.stage, q.parity, rows, {at.head, at.row});
+            for (Steps at = find_steps(call, t); at.more(of.tile()); at.next(call, of.tile()), ++q.count) {
+                wait_barrier(m.empty_q + 8 * q.stage(), q.parity());
+                load_rows(call, of, m.q + q.stage() * ROW_BYTES, maps.q + group_of(t),
+                          m.lse_log2 + q.stage() * STAT_BYTES, call.lse_log2, m.full_q + 8 * q.stage(),
+                          {at.head, at.row(of.tile())});
+            }
         }
-        info.next();
+        ++info.count;
         if (CLUSTER_SPLIT > 1) {
-            index = num_tiles;  // a cluster has one tile
+            index = call.list->num_tiles;  // a cluster has one tile
         } else {
             index = atomicAdd(call.semaphore, 1);
-            if (index == num_tiles - 1) *call.semaphore = 0;
+            if (index == call.list->num_tiles - 1) *call.semaphore = 0;
             index += gridDim.x;
         }
     }
@@ -148,37 +177,35 @@ __device__ __forceinline__ void load_q(const Memory& m, const Signals& b, const 
 // Loads K, V and dout.
 __device__ __forceinline__ void load_keys_and_dout(const Memory& m, const Signals& b, const Maps& maps,
                                                    const Call& call) {
-    PipelineState<DOUT_STAGES> dout = {0, 1};
+    LoaderState<DOUT_STAGES> dout = {0};
     u32 keys_parity = 1;
     for_tiles<1>(b, [&](const KeyTile* tile) {
         bool any = false;
+        for (int i = 0; i < num_groups(call); ++i) any |= find_steps(call, tile[i]).more(tile[i]);
+        if (any) {
+            wait_barrier(b.empty_keys, keys_parity);
+            keys_parity ^= 1;
+            const TmaCoord keys = key_coord_of(call, sequence_of(call, *tile));  // that some group sees
+            expect_bytes(m.full_keys, 2 * KEY_BYTES);
+#pragma unroll
+            for (int block = 0; block < D_BLOCKS; ++block) {
+                copy_box(m.k + block * KEY_BLOCK, maps.k, m.full_keys, keys, 64 * block, tile->position,
+                         tile->head_kv);
+                copy_box(m.v + block * KEY_BLOCK, maps.v, m.full_keys, keys, 64 * block, tile->position,
+                         tile->head_kv);
+            }
+        }
 #pragma unroll 1
         for (int i = 0; i < num_groups(call); ++i) {
             const KeyTile& t = tile[i];
-            Steps at = find_steps(call, t);
-            if (at.left && !any) {
-                any = true;
-                wait_barrier(b.empty_keys, keys_parity);
-                keys_parity ^= 1;
-                const TmaCoord keys = key_coord_of(call, sequence_of(call, *tile));  // that some group sees
-                expect_bytes(m.full_keys, 2 * KEY_BYTES);
-#pragma unroll
-                for (int block = 0; block < D_BLOCKS; ++block) {
-                    copy_box(m.k + block * KEY_BLOCK, maps.k, m.full_keys, keys, 64 * block, t.position,
-                             t.head_kv);
-                    copy_box(m.v + block * KEY_BLOCK, maps.v, m.full_keys, keys, 64 * block, t.position,
-                             t.head_kv);
-                }
-            }
-            const TmaCoord rows = row_coord_of(call, sequence_of(call, t));
-            const i64 workspace_row = find_workspace_row(call, t);
+            const LoaderTile of(call, t);
 #pragma unroll 1
-            for (; at.left; at.next(call), dout.next())
-                load_rows(m.dout + dout.stage * ROW_BYTES, maps.dout + group_of(t),
-                          m.dpsum + dout.stage * STAT_BYTES,
-                          call.dpsum + at.head * call.rows + workspace_row + at.row,
-                          m.full_dout + 8 * dout.stage, m.empty_dout + 8 * dout.stage, dout.parity, rows,
-                          {at.head, at.row});
+            for (Steps at = find_steps(call, t); at.more(of.tile()); at.next(call, of.tile()), ++dout.count) {
+                wait_barrier(m.empty_dout + 8 * dout.stage(), dout.parity());
+                load_rows(call, of, m.dout + dout.stage() * ROW_BYTES, maps.dout + group_of(t),
+                          m.dpsum + dout.stage() * STAT_BYTES, call.dpsum, m.full_dout + 8 * dout.stage(),
+                          {at.head, at.row(of.tile())});
+            }
         }
     });
 }
@@ -196,15 +223,17 @@ __device__ __forceinline__ void add_dq(const Memory& m, const Signals& b, const 
     for_tiles<1>(b, [&](const KeyTile* tile) {
 #pragma unroll 1
         for (int i = 0; i < num_groups(call); ++i) {
-            const KeyTile& t = tile[i];
-            const i64 first_row = find_workspace_row(call, t);
+            const LoaderTile of(call, tile[i]);
+            const i64 first_row = find_workspace_row(call, tile[i]);
 #pragma unroll 1
-            for (Steps at = find_steps(call, t); at.left; at.next(call), ++step) {
+            for (Steps at = find_steps(call, tile[i]); at.more(of.tile()); at.next(call, of.tile()), ++step) {
                 if (DETERMINISTIC && step % 2 != thread) continue;
-                const i64 workspace_row = at.head * call.rows + first_row + at.row;
+                const KeyTile& t = of.tile();
+                const int row = at.row(t);
+                const i64 workspace_row = at.head * call.rows + first_row + row;
                 const auto add = [&](int group) {
                     wait_barrier(full_dq_of(b, group, step % 2), step / DQ_BARRIERS % 2);
-                    add_floats(call.dq_accum + workspace_row * HEAD_DIM + group * 4096,
+                    add_floats(call.dq_accum + workspace_row * HEAD_DIM + group * (SUM_BYTES / 4),
                                m.dq + group * SUM_BYTES, HEAD_DIM == 96 && group ? SUM_BYTES / 2 : SUM_BYTES);
                     wait_additions_read();
                     arrive(b.empty_dq + 8 * group);
@@ -212,7 +241,7 @@ __device__ __forceinline__ void add_dq(const Memory& m, const Signals& b, const 
                 if (DETERMINISTIC) {
                     u32* const semaphore = call.dq_semaphore + workspace_row / 16;
                     wait_semaphore(semaphore,
-                                   t.position / BLOCK_N - max(0, at.row - t.diagonal - call.left) / BLOCK_N);
+                                   t.position / BLOCK_N - max(0, row - t.diagonal - call.left) / BLOCK_N);
                     add(0), add(1);
                     wait_additions();
                     release_semaphore(semaphore);
@@ -240,6 +269,12 @@ __device__ __forceinline__ void multiply_held(float (&c)[32], const u32 (&a)[4],
                  : KVLAB_SUMS32(c, 0)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)keep));
 }
+__device__ __forceinline__ void multiply_held(float (&c)[64], const u32 (&a)[4], u64 b, bool keep) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %69, 0; " KVLAB_WGMMA(
+                     128) " {" KVLAB_NUMBERS0 KVLAB_NUMBERS1 "}, {%64, %65, %66, %67}, %68, p, 1, 1, 0;}"
+                 : KVLAB_SUMS32(c, 0), KVLAB_SUMS32(c, 32)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)keep));
+}
 // Scores with keys in registers, as load_held has left them.
 template <int COUNT>
 __device__ __forceinline__ void multiply_channels(float (&c)[COUNT], const u32 (&keys)[V_STEPS][4],
@@ -264,12 +299,18 @@ __device__ __forceinline__ void multiply_rows(float (&c)[SUMS], const u32 (&keys
         multiply_async(c, keys + 4 * step, rows + step * 2048 / 16);
     commit_products();
 }
-// A block of dQ: 64 rows by 64 channels, contracted over keys.
-__device__ __forceinline__ void multiply_keys(float (&c)[32], u64 rows, u64 keys) {
+// A block of dQ: 64 rows by 64 channels, contracted over keys; where TURNED 64 channels by BLOCK_M rows.
+template <int COUNT>
+__device__ __forceinline__ void multiply_keys(float (&c)[COUNT], u64 rows, u64 keys) {
 #pragma unroll
-    for (int step = 0; step < BLOCK_N / 16; ++step)
-        multiply_mixed(c, rows + (step / 4 * ROW_BLOCK + step % 4 * 32) / 16, keys + step * 2048 / 16,
-                       step > 0);
+    for (int step = 0; step < BLOCK_N / 16; ++step) {
+        const u64 own_rows = rows + (step / 4 * ROW_BLOCK + step % 4 * 32) / 16,
+                  own_keys = keys + step * 2048 / 16;
+        if constexpr (TURNED)
+            multiply_turned(c, own_keys, own_rows, step > 0);
+        else
+            multiply_mixed(c, own_rows, own_keys, step > 0);
+    }
     commit_products();
 }
 
@@ -298,10 +339,10 @@ __device__ __forceinline__ void reduce_dk_dv(const Memory& m, const Call& call, 
 
 __device__ __forceinline__ void compute(const Memory& m, const Signals& b, const Call& call, int group) {
     // Chunks of lse_log2 or dpsum, for 16 rows each, that are read ahead, in registers.
-    constexpr int CHUNKS = BLOCK_M / 16, AHEAD = SOFTCAP && HEAD_DIM == 64 ? 1 : 4;
+    constexpr int CHUNKS = BLOCK_M / 16, AHEAD = FEW || (HEAD_DIM == 64 && SOFTCAP) ? 1 : 4;
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, own_keys = 64 * group + 16 * warp;
     const float scale_log2 = SOFTCAP ? LOG2E : call.scale * LOG2E;
-    const int m_block = group % M_BLOCKS, d_block = group % D_BLOCKS;  // of dQ
+    const int m_block = TURNED ? 0 : group % M_BLOCKS, d_block = group % D_BLOCKS;  // of dQ
     const u64 k = rows_operand(m.k + 64 * 128 * group), v = rows_operand(m.v + 64 * 128 * group);
     const u64 q = rows_operand(m.q), dout = rows_operand(m.dout);
     const u64 q_columns = columns_operand(m.q, ROW_BLOCK), dout_columns = columns_operand(m.dout, ROW_BLOCK);
@@ -312,7 +353,7 @@ __device__ __forceinline__ void compute(const Memory& m, const Signals& b, const
     PipelineState<2> state = {0, 0};
     u32 keys_parity = 0;
     for_tiles<32>(b, [&](const KeyTile* tile) {
-        float dk[SUMS], dv[SUMS], dq[32];
+        float dk[SUMS], dv[SUMS], dq[SUMS_DQ];
         float4 stats[AHEAD];
         u32 values[V_STEPS][4];  // with HOLD_V
         PipelineState<2> before = state;
@@ -342,26 +383,27 @@ __device__ __forceinline__ void compute(const Memory& m, const Signals& b, const
 
 #pragma unroll 1
         for (int i = 0; i < num_groups(call); ++i) {
-            const KeyTile& t = tile[i];
+            const ComputingTile of(call, tile[i]);
+            const KeyTile& t = of.tile();
             const RowRange rows = find_row_range(call, sequence_of(call, t), t.position);
             Steps at = find_steps(call, t);
-            if (at.left) {
+            if (at.more(t)) {
                 if (parts++ == 0) {
                     wait_barrier(m.full_keys, keys_parity);
                     keys_parity ^= 1;
-                    if (HOLD_V) load_held(values, m.v, own_keys);
+                    if (HOLD_V) load_held(values, m.v, 16 * (threadIdx.x / 32 - 4));
                 }
                 read_lse();
             }
 #pragma unroll 1
-            while (at.left) {
-                const int stage = state.stage, row = at.row;
+            while (at.more(t)) {
+                const int stage = state.stage, row = at.row(t);
                 const u64 rows_at = stage * ROW_BYTES / 16;
                 const u32 lse_log2 = m.lse_log2 + stage * STAT_BYTES + lane_stats;
                 const u32 dpsum = m.dpsum + stage * STAT_BYTES + lane_stats;
                 float scores[SCORES], dp[SCORES];
                 u32 p[SCORES / 2], ds[SCORES / 2];
-                at.next(call);
+                at.next(call, t);
                 begin_products();
                 multiply_channels(scores, k, q + rows_at);
                 wait_barrier(m.full_dout + 8 * stage, state.parity);
@@ -401,9 +443,9 @@ __device__ __forceinline__ void compute(const Memory& m, const Signals& b, const
                     wait_products<LATE_DV ? 0 : 1>(dp);
 #pragma unroll
                     for (int c = 0; c < CHUNKS; ++c) {
-                        const float4 now = stats[c % AHEAD];
-                        if (c + AHEAD < CHUNKS) stats[c % AHEAD] = read_stats(dpsum + 64 * (c + AHEAD));
+                        float4& now = stats[(c + CHUNKS) % AHEAD];
                         subtract_dpsum(dp, c, now);
+                        if (c + AHEAD < CHUNKS) now = read_stats(dpsum + 64 * (c + AHEAD));
                     }
                 }
                 if (LATE_DV)
@@ -428,7 +470,7 @@ __device__ __forceinline__ void compute(const Memory& m, const Signals& b, const
                     store_dq(LAG ? before : state);
                 }
                 before = state, state.next();
-                if (at.left) read_lse();
+                if (at.more(t)) read_lse();
                 if (has_dq) {
                     fence_async();
                     release(b.full_dq + 8 * DQ_BARRIERS * group +
@@ -493,6 +535,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 
 // clang-format off
 // gate: HEAD_DIM=64,96,128 BF16=1,0 SOFTCAP=0 CLUSTER_SPLIT=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1,0 SOFTCAP=0 CLUSTER_SPLIT=1 BLOCK_M=80 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=64,96,128 BF16=1 SOFTCAP=0 CLUSTER_SPLIT=2,4,8 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=64,96,128 BF16=1 SOFTCAP=1 CLUSTER_SPLIT=1,8 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=64,96,128 BF16=1,0 SOFTCAP=0 CLUSTER_SPLIT=1 QUERY_GROUPS=16 registers<=168 arch=sm_90a

@@ -11,7 +11,8 @@ constexpr int THREADS = 128 + COMPUTING;
 constexpr int D_BLOCKS = (HEAD_DIM + 63) / 64, M_BLOCKS = BLOCK_M / 64;  // blocks of 64 columns
 constexpr int KEY_BLOCK = BLOCK_N * 128, ROW_BLOCK = BLOCK_M * 128;      // bytes of such a block
 constexpr int KEY_BYTES = KEY_BLOCK * D_BLOCKS, ROW_BYTES = ROW_BLOCK * D_BLOCKS;
-constexpr int SCORE_BYTES = KEY_BLOCK * M_BLOCKS, SUM_BYTES = 64 * 64 * 4, STAT_BYTES = 4 * BLOCK_M;
+constexpr int SCORE_BYTES = 2 * BLOCK_N * BLOCK_M, STAT_BYTES = 4 * BLOCK_M;
+constexpr int SUMS_DQ = TURNED ? SCORES : 32, SUM_BYTES = 512 * SUMS_DQ;  // a thread's, a warpgroup's
 constexpr int BARRIERS = 1 + 2 * (Q_STAGES + DOUT_STAGES), STATS = (Q_STAGES + DOUT_STAGES) * BLOCK_M;
 
 // Shared memory addresses. Scores: P, if it is there, and dS, [BLOCK_N, BLOCK_M] a stage.
@@ -40,6 +41,15 @@ struct PipelineState {
     }
 };
 
+// The same in one register, for threads that load and have few: `count` stages are done. A stage is empty
+// before the first phase of its barrier.
+template <int STAGES>
+struct LoaderState {
+    u32 count;
+    __device__ __forceinline__ u32 stage() const { return count % STAGES; }
+    __device__ __forceinline__ u32 parity() const { return count / STAGES % 2 ^ 1; }
+};
+
 // Where tensor copies find the rows, or the keys, of a sequence.
 __device__ __forceinline__ TmaCoord row_coord_of(const Call& call, const SeqInfo& s) {
     return coord_of(call.cu_q, s.sequence, s.q0, s.rows);
@@ -64,16 +74,17 @@ __device__ __forceinline__ SeqInfo all_keys_of(const Call& call, const KeyTile& 
     return s;
 }
 
-// Loads a tile of rows of q or dout, and their lse_log2 or dpsum, when the stage is empty.
-__device__ __forceinline__ void load_rows(u32 to, const TensorMap* map, u32 stats_to, const float* stats,
-                                          u32 full, u32 empty, u32 parity, const TmaCoord& coord,
-                                          const Tile& at) {
-    wait_barrier(empty, parity);
+// Loads a tile of rows of q or dout, and their lse_log2 or dpsum, to a stage that is empty.
+template <typename Source>
+__device__ __forceinline__ void load_rows(const Call& call, const Source& of, u32 to, const TensorMap* map,
+                                          u32 stats_to, const float* stats, u32 full, const Tile& at) {
     expect_bytes(full, ROW_BYTES + STAT_BYTES);
+    copy_bytes(stats_to, stats + at.head * call.rows + of.sequence().workspace_row + at.row, STAT_BYTES,
+               full);
+    const TmaCoord coord = row_coord_of(call, of.sequence());
 #pragma unroll
     for (int block = 0; block < D_BLOCKS; ++block)
         copy_box(to + block * ROW_BLOCK, map, full, coord, 64 * block, at.row, at.head);
-    copy_bytes(stats_to, stats, STAT_BYTES, full);
 }
 
 __device__ __forceinline__ void release(u32 barrier) {

@@ -161,6 +161,7 @@ struct WorkTileInfo {
     SeqInfo s;
     int head, first_key, first_of_pair;  // first keys of the CTA, and of the pair
     RowRange rows;                       // first and last: of the pair; low and high: of the CTA
+    __device__ __forceinline__ SeqInfo sequence() const { return s; }
 };
 
 // Found anew by each role that needs it, so that nothing of it takes registers from one to the other.
@@ -330,7 +331,7 @@ __device__ __forceinline__ void compute(const Memory& m, const Pair& pair, const
 // Loads K, V and, tile after tile, Q and dout.
 __device__ __forceinline__ void load_tiles(const Memory& m, const Maps& maps, const Call& call,
                                            const WorkTileInfo& work) {
-    const TmaCoord of_rows = row_coord_of(call, work.s), of_keys = key_coord_of(call, work.s);
+    const TmaCoord of_keys = key_coord_of(call, work.s);
     expect_bytes(m.full_keys, 2 * KEY_BYTES);
 #pragma unroll
     for (int block = 0; block < D_BLOCKS; ++block) {
@@ -341,14 +342,12 @@ __device__ __forceinline__ void load_tiles(const Memory& m, const Maps& maps, co
     PipelineState<Q_STAGES> q = {0, 1};  // a stage is empty before the first phase of its barrier
     PipelineState<DOUT_STAGES> dout = {0, 1};
     for (TileRange range = find_tile_range(call, work.rows, work.head); range.more(); range.next(work.rows)) {
-        const Tile at = range.at;
-        const i64 workspace_row = at.head * call.rows + work.s.workspace_row + at.row;
-        load_rows(m.q + q.stage * ROW_BYTES, maps.q, m.lse_log2 + q.stage * STAT_BYTES,
-                  call.lse_log2 + workspace_row, m.full_q + 8 * q.stage, m.empty_q + 8 * q.stage, q.parity,
-                  of_rows, at);
-        load_rows(m.dout + dout.stage * ROW_BYTES, maps.dout, m.dpsum + dout.stage * STAT_BYTES,
-                  call.dpsum + workspace_row, m.full_dout + 8 * dout.stage, m.empty_dout + 8 * dout.stage,
-                  dout.parity, of_rows, at);
+        wait_barrier(m.empty_q + 8 * q.stage, q.parity);
+        load_rows(call, work, m.q + q.stage * ROW_BYTES, maps.q, m.lse_log2 + q.stage * STAT_BYTES,
+                  call.lse_log2, m.full_q + 8 * q.stage, range.at);
+        wait_barrier(m.empty_dout + 8 * dout.stage, dout.parity);
+        load_rows(call, work, m.dout + dout.stage * ROW_BYTES, maps.dout, m.dpsum + dout.stage * STAT_BYTES,
+                  call.dpsum, m.full_dout + 8 * dout.stage, range.at);
         q.next(), dout.next();
     }
 }

@@ -13,36 +13,36 @@ constexpr int LONGEST_RUN = !DETERMINISTIC ? 1 << 30 : HEAD_DIM == 64 ? 2 : 8;
 // that one whose keys fewer rows see need not wait for the others at every head. Otherwise CTAs begin with
 // the first rows that see their keys, since those that add to the same rows of dq at the same time slow each
 // other down.
+// What follows from the tile is found anew at each step.
 struct Steps {
-    int head, row, left;        // of the next step; steps that are left
-    int index, begin, end;      // of its row among the tile's, in steps; of its run
-    int count, run, stride;     // steps of a head, and of a run; rows from one step to the next
-    int first_head, first_row;  // of the tile
-    __device__ __forceinline__ void next(const Call& call) {
-        --left;
-        if (++index == end) {
-            if (++head == first_head + call.group)
-                head = first_head, begin = end, end = min(end + run, count);
+    int head, index, begin;  // of the next step, counted among the tile's; of its run
+    int left;                // where CTAs share a tile
+    __device__ __forceinline__ bool more(const TileInfo& t) const {
+        return CLUSTER_SPLIT > 1 ? left > 0 : begin < t.num_tiles_of_keys;
+    }
+    __device__ __forceinline__ int row(const TileInfo& t) const {
+        return t.first_key + BLOCK_M * (DETERMINISTIC ? t.num_tiles_of_keys - 1 - index : index);
+    }
+    __device__ __forceinline__ void next(const Call& call, const TileInfo& t) {
+        if (CLUSTER_SPLIT > 1) --left;
+        const int count = t.num_tiles_of_keys, run = length_of_run(t);
+        if (++index == min(begin + run, count)) {
+            if (++head == (t.head_kv + 1) * call.group) head -= call.group, begin += run;
             index = begin;
         }
-        row = first_row + stride * index;
+    }
+    static __device__ __forceinline__ int length_of_run(const TileInfo& t) {
+        if (CLUSTER_SPLIT > 1) return t.num_tiles_of_keys;
+        return min(max(SHORTEST_RUN, t.k_length / (RUNS * BLOCK_M)), LONGEST_RUN);
     }
 };
 
 __device__ __forceinline__ Steps find_steps(const Call& call, const TileInfo& t) {
-    Steps s;
-    s.count = t.num_tiles_of_keys, s.left = s.count * call.group;
-    s.head = s.first_head = t.head_kv * call.group;
-    s.stride = DETERMINISTIC ? -BLOCK_M : BLOCK_M;
-    s.first_row = t.first_key + (DETERMINISTIC ? (s.count - 1) * BLOCK_M : 0);
-    s.run = min(max(SHORTEST_RUN, t.k_length / (RUNS * BLOCK_M)), LONGEST_RUN);
-    if (CLUSTER_SPLIT > 1) s.run = s.count;
-    s.index = s.begin = 0, s.end = min(s.run, s.count);
-    if (CLUSTER_SPLIT > 1 && s.count) {
+    Steps s = {t.head_kv * call.group, 0, 0, t.num_tiles_of_keys * call.group};
+    if (CLUSTER_SPLIT > 1 && s.left) {
         const int split = blockIdx.x % CLUSTER, from = split * s.left / CLUSTER_SPLIT;
         s.left = (split + 1) * s.left / CLUSTER_SPLIT - from;
-        s.head += from / s.count, s.index = from % s.count;
+        s.head += from / t.num_tiles_of_keys, s.index = from % t.num_tiles_of_keys;
     }
-    s.row = s.first_row + s.stride * s.index;
     return s;
 }

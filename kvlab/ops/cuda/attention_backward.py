@@ -47,12 +47,12 @@ if TYPE_CHECKING:
     from kvlab.ops.attention_call import Call
 
 __all__ = [
-    "ALIGNED_ROWS",
     "FIELDS",
     "PREPOST_ROWS",
     "PREPOST_THREADS",
     "Plan",
     "attend_backward",
+    "has_long_steps",
     "plan_of",
     "tiles_of",
 ]
@@ -79,7 +79,7 @@ _ADDRESS_WORDS = [
         "dq_semaphore", "cu_q", "cu_k",
     )
 ]  # fmt: skip
-ALIGNED_ROWS = 128  # the workspace has this many rows, or a multiple, for a sequence
+ALIGNED_ROWS = 128  # the workspace has this many rows, or a multiple, for a sequence; see `Plan`
 PREPOST_ROWS, PREPOST_THREADS = 32, 256  # of a block of the kernels before and after the main one
 
 
@@ -135,6 +135,9 @@ HOPPER_SHAPES = {
     128: HopperShape("attention/backward_sm90", 64, 128, 2, 2, 32 * 1024, 1),
     256: HopperShape("attention/backward_sm90_wide", 64, 64, 1, 4, 16 * 1024, 2),
 }
+LONG_STEPS = {128: HopperShape("attention/backward_sm90", 80, 128, 2, 2, 40 * 1024, 1)}
+"""By head dimension, of calls that `has_long_steps` names."""
+_LONG = 8192  # rows
 HOPPER_THREADS = 384
 
 # The kernel for float32: by head dimension, keys and rows of a tile.
@@ -161,6 +164,7 @@ class Plan:
     shared_bytes: int
     box: int  # rows that a tensor copy of q and dout brings; 0 if the kernel does not use them
     persistent: bool = False  # whether a block takes one tile after the other
+    aligned_rows: int = ALIGNED_ROWS
 
 
 def attend_backward(call: Call, addresses: Sequence[int]) -> tuple[Any, Any, Any]:
@@ -181,13 +185,6 @@ class _Prepared:
         deterministic, kind = bool(call.extra & 1), call.kinds[0]
         sm_margin = call.extra // SM_MARGIN
         wide = bool(call.extra & FLOAT32_DK_DV) and q.dtype != "float32"
-        aligned_rows = -(-longest_q // ALIGNED_ROWS) * ALIGNED_ROWS
-        # What variable lengths take together follows from their number and total alone.
-        rows = (
-            number * aligned_rows
-            if call.longest is None
-            else (q.shape[0] // ALIGNED_ROWS + number) * ALIGNED_ROWS
-        )
         aligned = all(map(is_aligned, (q, k, v, dout, out)))
         hopper = hopper and compute_capability(q.device) == (9, 0) and q.dtype != "float32"
         hopper = hopper and aligned and all(map(can_be_mapped, (q, k, v, dout)))
@@ -196,7 +193,19 @@ class _Prepared:
         largest = CLUSTER if hopper and not sm_margin else 1  # blocks of clusters do not persist
         cluster_split = _cluster_split(tiles, q, k, lengths, fields, largest)
         capped = is_capped(call.scores)
-        plan = plan_of(dim, q.dtype, capped, aligned, hopper, cluster_split, deterministic, q.device)
+        long_steps = hopper and cluster_split == 1
+        long_steps = long_steps and has_long_steps(dim, capped, deterministic, lengths, fields)
+        plan = plan_of(
+            dim, q.dtype, capped, aligned, hopper, cluster_split, deterministic, q.device, 1, long_steps
+        )
+        tiles = (plan.box, *tiles[1:]) if long_steps else tiles
+        aligned_rows = -(-longest_q // plan.aligned_rows) * plan.aligned_rows
+        # What variable lengths take together follows from their number and total alone.
+        rows = (
+            number * aligned_rows
+            if call.longest is None
+            else (q.shape[0] // plan.aligned_rows + number) * plan.aligned_rows
+        )
         fields |= {
             name: strides_of(name, x) for name, x in (("k", k), ("v", v), ("dout", dout), ("out", out))
         }
@@ -302,6 +311,19 @@ def tiles_of(dim: int, dtype: str, hopper: bool, device: int) -> tuple[int, int,
     return shape.block_m, shape.block_n, 1
 
 
+def has_long_steps(
+    dim: int, capped: bool, deterministic: bool, lengths: Lengths, call: dict[str, Any]
+) -> bool:
+    """Whether a call on Hopper, no blocks of which share keys, has steps of more rows.
+
+    These move fewer bytes for a product. At the edges of a mask, and behind the last row, more of their
+    products are wasted, which short calls notice. Measured on an H100.
+    """
+    _, rows, keys = lengths
+    known = not capped and not deterministic and _stored_dim(dim, HOPPER_SHAPES) in LONG_STEPS
+    return known and rows >= _LONG and call["left"] >= keys
+
+
 def _stored_dim(dim: int, sizes: Iterable[int]) -> int:
     """Return the least of the head dimensions of kernels that holds `dim` channels."""
     return min(size for size in sizes if size >= dim)
@@ -324,9 +346,10 @@ def plan_of(
     deterministic: bool,
     device: int,
     groups: int = 1,
+    long_steps: bool = False,
 ) -> Plan:
     """Choose the kernels; `hopper`: those for Hopper, whose tensor copies can bring q, k, v and dout; only
-    these have more than one group of queries, `groups` at most."""
+    these have more than one group of queries, `groups` at most, and long steps."""
     capability = compute_capability(device)
     arch = arch_of(*capability)
     if dtype == "float32":
@@ -334,18 +357,21 @@ def plan_of(
     head_dim = _stored_dim(dim, HOPPER_SHAPES if hopper else SHAPES)
     macros = {"HEAD_DIM": head_dim, "BF16": int(dtype == "bfloat16")}
     macros |= {"QUERY_GROUPS": groups} if groups > 1 else {}
+    if long_steps:
+        macros["BLOCK_M"] = LONG_STEPS[head_dim].block_m
     prepost = build("attention/backward_pre_post", macros | {"ALIGNED": int(aligned), "FLOAT32": 0}, arch)
     preprocess, postprocess = (load(prepost, entry, device=device) for entry in ("preprocess", "postprocess"))
     macros["SOFTCAP"] = int(capped)
     if hopper:
-        tiling = HOPPER_SHAPES[head_dim]
+        tiling = (LONG_STEPS if long_steps else HOPPER_SHAPES)[head_dim]
         persistent = tiling.cluster == 1
         macros["CLUSTER_SPLIT"] = cluster_split
         if deterministic and persistent:
             macros["DETERMINISTIC"] = 1
         main = load(build(tiling.source, macros, "sm_90a"), device=device)
         sizes = tiling.block_n, HOPPER_THREADS, tiling.shared_bytes(head_dim), tiling.block_m
-        return Plan(preprocess, main, postprocess, head_dim, *sizes, persistent)
+        aligned_rows = 2 * tiling.block_m if long_steps else ALIGNED_ROWS
+        return Plan(preprocess, main, postprocess, head_dim, *sizes, persistent, aligned_rows)
     shape = shape_for(head_dim, capability)
     macros |= {"ALIGNED": int(aligned)} | {name.upper(): value for name, value in shape._asdict().items()}
     main = load(build("attention/backward", macros, arch), device=device)

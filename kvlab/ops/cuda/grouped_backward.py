@@ -18,7 +18,7 @@ import numpy as np
 
 from kvlab.jit.launch import PreparedLaunch
 from kvlab.jit.structs import ADDRESS, TENSOR, Struct, words_of
-from kvlab.ops.array_kinds import Kind, allocator, kinds_of, stream_of, view_of
+from kvlab.ops.array_kinds import Kind, allocator, kinds_of, splitter, stream_of, view_of
 from kvlab.ops.attention_arguments import (
     MAP_WORDS,
     TensorMaps,
@@ -32,7 +32,6 @@ from kvlab.ops.attention_arguments import (
 )
 from kvlab.ops.attention_call import MAX_GROUPS
 from kvlab.ops.cuda.attention_backward import (
-    ALIGNED_ROWS,
     FIELDS,
     PREPOST_ROWS,
     PREPOST_THREADS,
@@ -141,10 +140,11 @@ class _ListedCall:
         )  # fmt: skip
 
         # The workspace has the rows of one group after the other.
-        in_workspace = [(rows[g] // ALIGNED_ROWS + sequences) * ALIGNED_ROWS for g in present]
+        aligned = plan.aligned_rows
+        in_workspace = [(rows[g] // aligned + sequences) * aligned for g in present]
         all_rows, total = sum(in_workspace), (sum(rows), heads, fields["dim"])
         starts, first_rows = np.cumsum([0, *in_workspace]).tolist(), np.cumsum([0, *rows]).tolist()
-        self._spans = [slice(*first_rows[g : g + 2]) for g in range(count)]
+        self._split_dq = splitter(rows, 0, kind)
         num_rows, semaphores = heads * all_rows, heads * all_rows // 16 if deterministic else 0
         accum_nbytes = 4 * num_rows * plan.head_dim
         self._offsets = accum_nbytes, accum_nbytes + 4 * num_rows, 0, accum_nbytes + 8 * num_rows
@@ -214,7 +214,7 @@ class _ListedCall:
         blocks = builder.capacity * cluster_split
         if persistent:
             blocks = min(blocks, max(1, multiprocessors(device) - call.sm_margin))
-        aligned_rows = -(-longest_q // ALIGNED_ROWS) * ALIGNED_ROWS
+        aligned_rows = -(-longest_q // aligned) * aligned
         around = (aligned_rows // PREPOST_ROWS, heads, len(present) * sequences), (PREPOST_THREADS,), of_call
         self._launches = (
             PreparedLaunch(plan.preprocess, *around),
@@ -258,7 +258,7 @@ class _ListedCall:
                 launch(stream)
         # The workspace goes; what takes its memory comes after these launches on the stream.
         dq = new[0][0]
-        return [dq[span] for span in self._spans], new[1][0], new[2][0]
+        return self._split_dq(dq), new[1][0], new[2][0]
 
 
 def _head_stride(name: str, lse: Any) -> int:
