@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache, partial
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,6 +81,9 @@ def process_group(timeout: datetime.timedelta) -> Iterator[tuple[int, int, str]]
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(here)
+    # Functions there have the group of all ranks as a default if it exists at their import: then its threads,
+    # which are in C++, would outlive the group, and Python may abort when it stops them.
+    import_module("torch.distributed.nn.functional")
     alone: dict[str, Any] = {"rank": 0, "world_size": 1, "store": torch._C._distributed_c10d.HashStore()}
     started = {} if "RANK" in os.environ else alone
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timeout, **started)

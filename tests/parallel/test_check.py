@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from typing import Any
@@ -46,3 +47,26 @@ def test_a_wrong_function_is_seen(
     text = capsys.readouterr().out
     assert "ring          WRONG" in text
     assert "zigzag_llama3 right" in text
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_no_thread_of_a_group_outlives_it(is_late: bool) -> None:
+    """Late: what `process_group` imports before it joins is imported behind; then threads stay, which shows
+    that this sees them."""
+    hidden = "collectives.import_module = lambda name: None" if is_late else ""
+    code = f"""
+import datetime, glob
+from kvlab.parallel import collectives
+{hidden}
+with collectives.process_group(datetime.timedelta(seconds=60)):
+    import torch.distributed.nn.functional
+names = [open(name).read() for name in glob.glob("/proc/self/task/*/comm")]
+print(sum("gloo" in name for name in names), flush=True)
+import os
+os._exit(0)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
+    assert (int(result.stdout) > 0) == is_late
