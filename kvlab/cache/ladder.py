@@ -41,7 +41,7 @@ __all__ = [
 
 WIDTHS = (0, 2, 3, 4, 8, 16)
 Bits = str | int | Sequence["int | str"]
-BITS: Bits = (2, "k3v2", "k4v3", 8)
+BITS: Bits = (2, "k3v2", "k4v3", "k8v4", 8)
 """The ladder of caches that name none: keys are worth more bits than values (docs/performance/quality.md)."""
 
 

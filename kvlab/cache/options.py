@@ -152,7 +152,7 @@ class CacheOptions:
     rewind: int = 0
     residual: int = 0
     sink: int = 4
-    recent: int = 28
+    recent: int = 20
     floor: float = 1.0
     plan_length: int = 2048
     max_seqlen: int | None = None

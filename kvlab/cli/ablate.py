@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def command(
     budget: Annotated[float, typer.Option(help="Fraction of the float16 bytes.")] = 0.5,
-    bits: Annotated[str, typer.Option(help="Widths in use.")] = "2,k3v2,k4v3,8",
+    bits: Annotated[str, typer.Option(help="Widths in use.")] = "2,k3v2,k4v3,k8v4,8",
     context_length: Annotated[
         int, typer.Option(parser=size, metavar="SIZE", help="Tokens in the cache.")
     ] = 2048,

@@ -197,7 +197,8 @@ def test_where_no_page_of_the_highest_width_fits_sinks_have_the_highest_of_their
     lowest, *_, highest = (layout.nbytes + PAGE_TABLE_BYTES for layout in first.pages(0).layouts)
     needed = HEADS * (highest + (64 // TOKENS_PER_PAGE - 1) * lowest)
     assert needed > (first.budget_nbytes or 0), "each head could hold its sinks at the highest width"
-    top, listed, then = 3, tokens_in(first.pages(0), 0), tokens_in(later.pages(0), 0)
+    top = len(first.pages(0).layouts) - 1
+    listed, then = tokens_in(first.pages(0), 0), tokens_in(later.pages(0), 0)
     rungs = []
     for head in range(HEADS):
         mine = listed.rung[listed.head == head]

@@ -24,7 +24,7 @@ def test_a_geometry_gives_json_on_screen_and_in_a_file(tmp_path: Path) -> None:
     options = [*GEOMETRY, "--context-length", "256", "--budget", "0.4", "--no-bit-packing"]
     result = RUNNER.invoke(cli.app(), ["ablate", *options, "--output", str(path)])
     assert result.exit_code == 0, result.output
-    assert "b0.4_bits2_k3v2_k4v3_8_ctx256_unpacked: synthetic keys and values" in result.output
+    assert "b0.4_bits2_k3v2_k4v3_k8v4_8_ctx256_unpacked: synthetic keys and values" in result.output
     written = json.loads(path.read_text())
     assert written["config"]["geometry"] == {
         "num_layers": 2,
