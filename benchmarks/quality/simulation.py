@@ -17,6 +17,8 @@ A format (an entry of the list FORMATS.json; what is left out is that of the cac
 - `budget`, `sink`, `recent`, `floor`, `shares` of layers; `norm`: importance adds up to 1 a head;
   `side`: bytes of steps, position and importance a token; `error`: that of widths below 4, times the grid's
 - `scale`: at most one in so many tokens is recent; `step`: single tokens between two plans
+- `grid` of blocks: `ratios` of so many to an octave (0: any), `equal` weights of blocks; the best
+  of `search` steps is taken. Results of 2026-11-27 call `ratios` 1 and 4 "power" and "quarter"
 """
 
 from __future__ import annotations
@@ -43,11 +45,14 @@ PROMPT, SCORED, WHOLE, TEXT, KEYS = 1024, 128, 2047, 1536, 10
 EVERY = 16  # tokens between two collections of attention
 SINKS, NEWEST = 2.0**24, 1e4  # weights
 STEP = (1.0, 1.5957, 0.9957, 0.5860, 0.3352, 0.1881, 0.1041, 0.0568, 0.0308)
+POWERS = (1.0, 2.0, 1.0, 0.5, 0.25, 0.0, 0.0, 0.0, 1 / 32)
+GRID: dict[str, Any] = {"ratios": 0, "equal": False, "search": 5}
 LOSS = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001040, 0.000304, 0.0000877)
 DEFAULT: dict[str, Any] = {
     "bits": [[r.bits_k, r.bits_v] for r in parse_bits(BITS, 1)[0]],
     "page": TOKENS_PER_PAGE, "ring": 0, "frame": 64, "sink": 4, "recent": 28, "floor": 1.0, "norm": False,
     "side": 5, "error": 1.0, "step": 8, "again": [], "shares": None, "scale": 1, "plan_length": 1,
+    "grid": {},
     "tasks": ["single", "retrieval"],
 }  # fmt: skip
 
@@ -145,16 +150,21 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
     return x @ (h / math.sqrt(len(h)))
 
 
-def on_grid(x: torch.Tensor, widths: list[int], ratio: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x (m, blocks, channels) on grids: one step a token, the best of 5, times a ratio (m, blocks)."""
+def on_grid(
+    x: torch.Tensor, widths: list[int], ratio: torch.Tensor, weight: torch.Tensor, grid: dict[str, Any]
+) -> torch.Tensor:
+    """x (m, blocks, channels) on grids: one step a token, the best of `search`, times a ratio (m, blocks)."""
     used = torch.tensor([w > 0 for w in widths], device=x.device)
     top = torch.tensor([2.0**w - 1 for w in widths], device=x.device)[:, None] / 2
-    size = ratio * torch.tensor([STEP[w] for w in widths], device=x.device)
+    ratio = torch.exp2((ratio.log2() * grid["ratios"]).round() / grid["ratios"]) if grid["ratios"] else ratio
+    steps = POWERS if grid["ratios"] == 1 else STEP
+    size = ratio * torch.tensor([steps[w] for w in widths], device=x.device)
     r = (x.square().mean(-1) / ratio.square() * used).sum(-1) / used.sum().clamp_min(1)
     base = (4 * r.clamp_min(1e-24).log2()).round()
+    weight = 1 / ratio.square() if grid["equal"] else weight
     y = x / size[..., None]
     best = found = None
-    for j in (-2, -1, 0, 1, 2):
+    for j in range(-(grid["search"] // 2), grid["search"] // 2 + 1):
         step = torch.exp2((base + (2 * j if min(widths) == 8 else j)) / 8)[:, None, None]
         t = torch.minimum(torch.maximum((y / step).floor() + 0.5, -top), top) * (step * size[..., None])
         e = ((x - t).square().sum(-1) * weight).sum(-1)
@@ -196,15 +206,15 @@ class Frame:
         )
         return float(lost.mean())
 
-    def keys(self, k: torch.Tensor, of: torch.Tensor, width: Any) -> torch.Tensor:
+    def keys(self, k: torch.Tensor, of: torch.Tensor, width: Any, grid: dict[str, Any]) -> torch.Tensor:
         """Keys (m, D) of frames `of` as they are read from pages."""
         mean = self.mean.flatten(0, 2)[of]
         if isinstance(width, int):
             one = torch.ones(len(k), 1, device=k.device)
-            return hadamard(on_grid(hadamard(k - mean)[:, None], [width], one, one)[:, 0]) + mean
+            return hadamard(on_grid(hadamard(k - mean)[:, None], [width], one, one, GRID)[:, 0]) + mean
         order = self.order.flatten(0, 2)[of]
         y = hadamard((k - mean).gather(-1, order).unflatten(-1, (4, -1)))
-        y = on_grid(y, width, self.ratio.flatten(0, 2)[of], self.weight.flatten(0, 2)[of])
+        y = on_grid(y, width, self.ratio.flatten(0, 2)[of], self.weight.flatten(0, 2)[of], grid)
         return torch.zeros_like(k).scatter_(-1, order, hadamard(y).flatten(-2)) + mean
 
 
@@ -236,7 +246,11 @@ class Cache:
         self.share = (self.share / self.share.mean())[:, None].expand(layers, rows).reshape(-1)
 
     def _code_bytes(self, k: Any, v: int) -> float:
-        return self.model.dim / 8 * ((sum(k) / 4 if isinstance(k, (list, tuple)) else k) + v)
+        if not isinstance(k, (list, tuple)):
+            return self.model.dim / 8 * (k + v)
+        n = {w: list(k).count(w) * (self.model.dim // 64) for w in (2, 3, 4, 8)}
+        words = (n[2] + 1) // 2 + n[3] // 4 * 3 + n[3] % 4 + n[4] + 2 * n[8]
+        return 8 * words + self.model.dim / 8 * v
 
     def _loss(self, k: Any, v: int) -> float:
         return (ERRORS[k] if isinstance(k, int) else self.frame(64).loss(k)) + (ERRORS.get(v) or LOSS[v])
@@ -270,7 +284,10 @@ class Cache:
             heads, rows = self.k.shape[2], self.k.shape[1]
             of = of // (rows * heads) * heads + of % heads
         one = torch.ones(len(v), 1, device=v.device)
-        found = frame.keys(k, of, to[0]), hadamard(on_grid(hadamard(v)[:, None], [to[1]], one, one)[:, 0])
+        found = (
+            frame.keys(k, of, to[0], GRID | self.form["grid"]),
+            hadamard(on_grid(hadamard(v)[:, None], [to[1]], one, one, GRID)[:, 0]),
+        )
         if self.form["error"] == 1:
             return found
         small = (sum(to[0]) / 4 if isinstance(to[0], list) else to[0]) < 4, to[1] < 4
