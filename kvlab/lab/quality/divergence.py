@@ -61,7 +61,8 @@ class Divergence:
 
         Examples
         --------
-        >>> found = Divergence("u4", "uniform", (4.3, 4.3), [[0.0] * 96 + [1.0] * 32], [[1.0] * 128])
+        >>> kl, same = [[0.0] * 96 + [1.0] * 32], [[1.0] * 128]
+        >>> found = Divergence("u4", "uniform", (4.3, 4.3), kl=kl, agreement=same)
         >>> summary = found.summary()
         >>> summary["kl"], summary["kl_last_quarter"], summary["kl_median"], summary["kl_99.9"]
         (0.25, 1.0, 0.0, 1.0)
