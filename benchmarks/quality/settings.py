@@ -31,7 +31,7 @@ from transformers import DynamicCache
 
 from kvlab.errors import BudgetError
 from kvlab.integrations.transformers import KVLabCache
-from kvlab.lab.quality.divergence import bits_per_element, token_divergence
+from kvlab.lab.quality.divergence import bits_per_element, token_divergence, unused_part
 from kvlab.lab.quality.model import load_smollm2
 from kvlab.lab.quality.prompts import many_keys
 from kvlab.lab.quality.stress import large_channels, shifted_keys
@@ -173,7 +173,7 @@ class Reader:
             same.append(float(new_same.mean()))
             if at in (0, scored - 1):
                 bits.append(self.bits(cache, WINDOWS, PROMPT + at + 1))
-                unused.append(_unused(cache))
+                unused.append(unused_part(cache))
         return _summary(np.array(kl).T) | {"top1": float(np.mean(same)), "bits": bits, "unused": unused}
 
     def equal_bytes(self, case: dict[str, Any]) -> dict[str, Any]:
@@ -235,13 +235,6 @@ class Reader:
             exact &= ~answers | (found.argmax(-1) == target)
         depth = [round(question.depth, 4) for question in asked]
         return {"log_p": log_p.tolist(), "exact": exact.int().tolist(), "depth": depth, "bits": bits}
-
-
-def _unused(cache: Any) -> float:
-    """Part of a budget that the cache does not take; 0 without one."""
-    packed: Any = getattr(cache, "packed", None)
-    limit = packed and packed.budget_nbytes
-    return 1 - packed.nbytes / limit if limit else 0.0
 
 
 def _summary(kl: np.ndarray) -> dict[str, Any]:

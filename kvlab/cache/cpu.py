@@ -25,7 +25,7 @@ from kvlab.arrays import CudaView, dtype_name, like_first, meant_strides, numpy_
 from kvlab.cache.cpu_rows import MergedTokens, NewRow, copy_pages, freeze_row, take_rows
 from kvlab.cache.frame import ASKING, LAST, add_queries
 from kvlab.cache.importance import MOST_TOKENS, weight_of_collection
-from kvlab.cache.ladder import Rung
+from kvlab.cache.ladder import Rung, first_seen
 from kvlab.cache.plan import Ladder, PlanShape, choose_on_host, optimum
 from kvlab.cache.store import UNIT, WAITING_PAGES, DevicePages, DeviceStore, RowMove
 from kvlab.ops.cpu.exact import attend_exact, exact_mass
@@ -182,11 +182,11 @@ class CpuKernels:
                 length = int(store.tables["seqlen"][layer].max(initial=0))
                 seqlen = first_position + num_new if num_new else length
                 new = NewTokens(array_at(codes, (pairs, num_new), "uint8"), mask, at)
-                reach = store.reach(layer, rewind)
+                oldest = first_seen(seqlen, store.reach(layer, rewind))
                 rules = Rules(
                     store.heads, int(store.stores[layer].evicts), store.slab[layer] // UNIT,
                     workspace.shape.segments, seqlen, sink, recent, lookahead, by_position, fixed_nbytes,
-                    workspace.most_new_pages, window, floor, seqlen - reach + 1 if reach else 0,
+                    workspace.most_new_pages, window, floor, oldest,
                 )  # fmt: skip
                 tables, levels, status = self.tables(layer), levels_of(ladder), 0
                 groups, weights, bytes_left = count_tokens(tables, levels, rules, new)

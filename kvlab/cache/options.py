@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from kvlab.arguments import choice, number, whole_number
 from kvlab.arrays import Array, dtype_name, to_numpy_view
 from kvlab.cache.importance import Importance
-from kvlab.cache.ladder import BITS, Bits
+from kvlab.cache.ladder import BITS, Bits, reach_of
 from kvlab.errors import BudgetError
 from kvlab.ops.allocator import METHODS, Method
 from kvlab.sizes import parse_size
@@ -358,7 +358,7 @@ class Limit:
         if self.budget.fraction is None:
             return None
         length, fraction = max(seqlen, self._plan_length), self.budget.fraction
-        tokens = [min(length, window + self.rewind if window else length) for window in self._windows]
+        tokens = [min(length, reach_of(window, self.rewind) or length) for window in self._windows]
         return [max(int(fraction * (self._fp16_token * n)), self._fixed_nbytes) for n in tokens]
 
     def smallest_nbytes(self, seqlen: int) -> int:

@@ -17,7 +17,7 @@ from kvlab.arrays import CudaView
 from kvlab.cache.contents import Arrays, contents_of, fill
 from kvlab.cache.cpu import CPU
 from kvlab.cache.cuda import GPU
-from kvlab.cache.ladder import Layer
+from kvlab.cache.ladder import Layer, reach_of
 from kvlab.cache.launches import keep_launches, launch_again
 from kvlab.cache.options import MOST, CacheOptions, Limit, RowBudgets
 from kvlab.cache.plan import smallest_nbytes
@@ -43,8 +43,7 @@ def smallest_of(layers: Sequence[Layer]) -> Callable[[int, int, int], int]:
     kinds = [(ladder_of(layer.stored), layer.store.fixed_nbytes) for layer in layers]
 
     def smallest(layer: int, tokens: int, rewind: int) -> int:
-        sliding = layers[layer].sliding_window
-        reach = sliding + rewind if sliding else 0
+        reach = reach_of(layers[layer].sliding_window, rewind)
         return smallest_nbytes(tokens, heads, *kinds[layer], window=window, reach=reach)
 
     return smallest

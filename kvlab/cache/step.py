@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kvlab.arrays import CudaView
 from kvlab.cache.frame import LAST
-from kvlab.cache.ladder import Layer
+from kvlab.cache.ladder import Layer, first_seen, reach_of
 from kvlab.cache.launches import KnownStep, Lse, StepCalls
 from kvlab.cache.options import RowBudgets
 from kvlab.cache.plan import Workspace
@@ -207,7 +207,7 @@ def _arena_budgets(
     needs = []
     for layer in layers:
         store, exact = layer.store, layer.stored.page_bytes(len(layer.stored.ladder) - 1)
-        tokens = min(capacity, layer.sliding_window + rewind) if layer.sliding_window else capacity
+        tokens = min(capacity, reach_of(layer.sliding_window, rewind) or capacity)
         pages = tokens // TOKENS_PER_PAGE + (1 + (capacity >> 16)) * len(store.ladder)
         longest = max(layer.residual, LAST - 1) if layer.takes_mean else layer.residual
         window = -(-longest // TOKENS_PER_PAGE) + 2
@@ -391,9 +391,7 @@ class DeviceCache(DeviceState):
 
     def count_dropped(self, layer: int, length: int) -> None:
         """Say that a plan of a layer with so many tokens drops those that its sliding window has passed."""
-        reach = self.reallocator.reach(layer)
-        if reach:
-            self.dropped[layer] = max(self.dropped[layer], length - reach + 1)
+        self.dropped[layer] = max(self.dropped[layer], first_seen(length, self.reallocator.reach(layer)))
 
     # ---- rare operations -----------------------------------------------------------------------------------
 
@@ -401,10 +399,10 @@ class DeviceCache(DeviceState):
         """Refuse to forget the time steps from `end` on, if what is then seen was dropped."""
         for layer, dropped in enumerate(self.dropped):
             window = self.layers[layer].sliding_window
-            if window and end and max(end - window + 1, 0) < dropped:
+            if window and end and first_seen(end, window) < dropped:
                 raise ValueError(
                     f"n={self.lengths[layer] - end}: at position {end} the sliding window of layer {layer}, "
-                    f"{window} tokens, begins at {max(end - window + 1, 0)}, and tokens before {dropped} "
+                    f"{window} tokens, begins at {first_seen(end, window)}, and tokens before {dropped} "
                     "have left it and were dropped: crop no more tokens than the option `rewind` says "
                     f"({self.settings.rewind}), or read the text again"
                 )

@@ -19,18 +19,16 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import numpy_dtype, viewed
+from kvlab.cache.ladder import LayerFormat, reach_of
 from kvlab.ops.cuda.pages import OPEN_PAGES, RUNGS, STATE, UNIT, WAITING_PAGES
 from kvlab.ops.packed import Window
 from kvlab.pages import NO_PAGE, QUAD, TOKENS_PER_PAGE, LayerPages, PageLayout, new_pool
-
-if TYPE_CHECKING:
-    from kvlab.cache.ladder import LayerFormat
 
 __all__ = [
     "MOVED",
@@ -353,9 +351,8 @@ class DeviceStore:
         return sum(int(x.nbytes) for x in (self.memory_of_arenas, self._memory_of_tables, self.states))
 
     def reach(self, layer: int, rewind: int) -> int:
-        """How many tokens a query sees and crops may bring back to its sight, itself the last; 0: all."""
-        window = self.sliding_windows[layer]
-        return window + rewind if window else 0
+        """`reach_of` the sliding window of a layer."""
+        return reach_of(self.sliding_windows[layer], rewind)
 
     def window(self, layer: int, after: int = 0) -> Window | None:
         """What queries see of a layer, the first of them `after` tokens behind the stored ones."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvlab.arrays import dtype_name
 from kvlab.cache.cache import MixedPrecisionCache
+from kvlab.cache.ladder import first_seen
 from kvlab.cache.options import check_names
 from kvlab.errors import needs_extra
 
@@ -21,7 +22,7 @@ with needs_extra("hf", "kvlab.integrations.transformers"):
     import torch
     from transformers.cache_utils import CacheLayerMixin
 
-    from kvlab.integrations.padding import Padding, first_seen
+    from kvlab.integrations.padding import Padding
 
 __all__ = ["ATTENTION", "PackedLayer", "Placeholder", "SharedCache"]
 

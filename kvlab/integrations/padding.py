@@ -11,7 +11,9 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["Padding", "first_seen"]
+from kvlab.cache.ladder import first_seen
+
+__all__ = ["Padding"]
 
 
 class Padding:
@@ -104,11 +106,6 @@ class Padding:
         """Rearrange the rows."""
         self.steps = None if self.steps is None else rows(self.steps)
         self._last = {}
-
-
-def first_seen(length: int, window: int) -> int:
-    """The first position that the next token behind `length` others sees; masks of a window begin there."""
-    return max(length - window + 1, 0) if window else 0
 
 
 def _visible(mask: torch.Tensor, batch: int, length: int, new: int, window: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from pathlib import Path
@@ -10,13 +11,19 @@ import pytest
 from typer.testing import CliRunner
 
 from kvlab import cli
-from kvlab.cli.ablate import make_case
+from kvlab.cache.ladder import BITS, parse_bits
+from kvlab.cli.ablate import command, make_case
 from kvlab.errors import OutOfMemory
 from kvlab.lab.ablation import memory
 from kvlab.lab.ablation.grid import Geometry
 
 RUNNER = CliRunner()
 GEOMETRY = [*("--num-layers", "2", "--num-heads", "4", "--num-kv-heads", "2", "--head-dim", "64")]
+
+
+def test_widths_are_those_of_caches_that_name_none() -> None:
+    default = inspect.signature(command).parameters["bits"].default
+    assert parse_bits(default, 1) == parse_bits(BITS, 1)
 
 
 def test_a_geometry_gives_json_on_screen_and_in_a_file(tmp_path: Path) -> None:
