@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -42,6 +43,17 @@ def test_import_loads_no_framework(statement: str) -> None:
     heavy = (*OPTIONAL, "numba", "llvmlite", "scipy", "safetensors")
     result = python(f"{statement}; import sys; print([name for name in {heavy} if name in sys.modules])")
     assert result.stdout.strip() == "[]", result.stderr
+
+
+def test_a_cache_of_flash_attn_may_be_the_first_call() -> None:
+    code = """
+        import torch
+        from kvlab.integrations.flash_attn import flash_attn_with_kvcache
+        q, cache = torch.zeros(1, 1, 2, 32), torch.zeros(1, 4, 1, 32)
+        lengths = torch.ones(1, dtype=torch.int32)
+        print(flash_attn_with_kvcache(q, cache, cache, cache_seqlens=lengths).shape)
+    """
+    assert python(inspect.cleandoc(code)).stdout == "torch.Size([1, 1, 2, 32])\n"
 
 
 def test_import_works_without_any_optional_package() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import kvlab
+import kvlab.ops.attention  # whose rows `call_of` chooses from
 from kvlab.arguments import LONGEST, whole_number
 from kvlab.arrays import cuda_view
 from kvlab.integrations.flash_attn_arguments import check_index, check_tensor
