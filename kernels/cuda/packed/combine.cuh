@@ -33,10 +33,10 @@ __device__ __forceinline__ void hadamard_row(float2 (&x)[PAIRS_OF_LANE], int lan
     }
 }
 
-// The states of all warps become `rows` [row_count][ROW_FLOATS]; all threads. Warps leave up to `most` rows
-// at a time in memory `stride` floats apart.
+// The states of the first `warps` warps become `rows` [row_count][ROW_FLOATS]; the others have met no token.
+// All threads. Warps leave up to `most` rows at a time in memory `stride` floats apart.
 __device__ __forceinline__ void combine_warps(const State& state, int row_count, int most, float* merge,
-                                              int stride, float* rows) {
+                                              int stride, int warps, float* rows) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
 #pragma unroll 1
     for (int first = 0; first < row_count; first += most) {
@@ -44,7 +44,7 @@ __device__ __forceinline__ void combine_warps(const State& state, int row_count,
 #pragma unroll
         for (int j = 0; j < LANE_ROWS; ++j) {
             const int row = LANE_ROWS * (lane % 4) + j - first;
-            if (row < 0 || row >= held) continue;
+            if (row < 0 || row >= held || warp >= warps) continue;
             float* to = merge + warp * stride + row * ROW_FLOATS;
 #pragma unroll
             for (int i = 0; i < TILES_D; ++i) {
@@ -64,11 +64,11 @@ __device__ __forceinline__ void combine_warps(const State& state, int row_count,
             float top = MIN_ROW_MAX;
             float2 value = {0.f, 0.f};
 #pragma unroll
-            for (int w = 0; w < WARPS; ++w) top = fmaxf(top, ends[w * stride]);
+            for (int w = 0; w < WARPS; ++w) top = fmaxf(top, w < warps ? ends[w * stride] : MIN_ROW_MAX);
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) {
-                const float2 x = *(const float2*)(from + w * stride);
-                const float weight = power_of_2(ends[w * stride] - top);
+                const float2 x = w < warps ? *(const float2*)(from + w * stride) : float2{0.f, 0.f};
+                const float weight = w < warps ? power_of_2(ends[w * stride] - top) : 0.f;
                 value.x += x.x * weight;
                 value.y += x.y * weight;
             }

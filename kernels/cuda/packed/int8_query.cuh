@@ -12,12 +12,12 @@ constexpr float MOST = 127 * 256 + 127;
 // The rows of a lane, and B fragments of two tiles, and those for 3 bits, where columns 0 to 7 are a quarter.
 // Those of 8 rows stay in shared memory: registers have no room.
 struct Query {
-    const uint2* stored;      // [row of the lane][for 3 bits][two tiles][32 lanes]
-    uint2 own[2][TWOS_D];     // the same of 4 rows
-    const int2* stored_sum;   // [row of the lane]: of fixed-point numbers, and of those for 3 bits
-    int2 sum[LANE_ROWS];      // the same of 4 rows
-    float bias[LANE_ROWS];    // the part of the mean key in a score
-    float unit[LANE_ROWS];    // twice what 1 stands for
+    const uint2* stored;         // [row of the lane][for 3 bits][two tiles][32 lanes]
+    uint2 own[2][TWOS_D];        // the same of 4 rows
+    const int2* stored_sums;     // [row of the lane]: of fixed-point numbers, and of those for 3 bits
+    const float2* stored_units;  // twice what 1 stands for, and the part of the mean key in a score
+    int2 sums[LANE_ROWS];        // both of 4 rows
+    float2 units[LANE_ROWS];
     u32 start[LANE_ROWS][4];  // of accumulators, if keys have one width
 };
 
@@ -29,8 +29,12 @@ __device__ __forceinline__ uint2 fragment_of(const Query& query, int j, int two)
 
 template <bool OF_3>
 __device__ __forceinline__ int sum_of(const Query& query, int j) {
-    const int2 sums = LANE_ROWS == 1 ? query.sum[j] : query.stored_sum[j];
+    const int2 sums = LANE_ROWS == 1 ? query.sums[j] : query.stored_sums[j];
     return OF_3 ? sums.y : sums.x;
+}
+
+__device__ __forceinline__ float2 unit_and_bias(const Query& query, int j) {
+    return LANE_ROWS == 1 ? query.units[j] : query.stored_units[j];
 }
 
 // Where accumulators start: ZERO less what lies between codes and values.
@@ -112,12 +116,13 @@ __device__ __forceinline__ void load_query(float* rows, int row_count, int lane,
     for (int j = 0; j < LANE_ROWS; ++j) {
         const float* own = rows + min(LANE_ROWS * (lane % 4) + j, row_count - 1) * ROW_FLOATS;
         const float amax = own[HEAD_DIM];
-        query.unit[j] = amax < INFINITY_F ? fmaxf(amax, 1e-30f) * (2.f / MOST) : __int_as_float(0x7fffffff);
-        query.bias[j] = own[HEAD_DIM + 1];
+        query.units[j] = {amax < INFINITY_F ? fmaxf(amax, 1e-30f) * (2.f / MOST) : __int_as_float(0x7fffffff),
+                          own[HEAD_DIM + 1]};
     }
     store_fragments(rows, row_count, lane);
     query.stored = (const uint2*)rows + lane;
-    query.stored_sum = (const int2*)(rows + 8 * HEAD_DIM) + LANE_ROWS * (lane % 4);
+    query.stored_sums = (const int2*)(rows + 8 * HEAD_DIM) + LANE_ROWS * (lane % 4);
+    query.stored_units = (const float2*)query.stored_sums + 8;
     if (LANE_ROWS == 1) {
 #pragma unroll
         for (int two = 0; two < TWOS_D; ++two) {
@@ -130,9 +135,11 @@ __device__ __forceinline__ void load_query(float* rows, int row_count, int lane,
         const int2 sums = {WIDTHS_K != 2 ? add_up<false>(query, j) : 0,
                            THREE_BITS ? add_up<true>(query, j) : 0};
         if (LANE_ROWS == 1)
-            query.sum[j] = sums;
-        else if (lane < 4)  // every warp the same
-            ((int2*)(rows + 8 * HEAD_DIM))[LANE_ROWS * lane + j] = sums;
+            query.sums[j] = sums;
+        else if (lane < 4) {  // every warp the same
+            ((int2*)query.stored_sums)[j] = sums;
+            ((float2*)query.stored_units)[j] = query.units[j];
+        }
         if (ONE_KEY_WIDTH) {
             start_scores<bits_of<WIDTHS_K>(0)>(THREE_BITS ? sums.y : sums.x, query.start[j]);
 #pragma unroll

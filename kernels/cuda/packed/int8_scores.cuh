@@ -41,13 +41,13 @@ __device__ __forceinline__ void coded_scores(const Item& item, const Query& quer
     }
     const Scales scale = load_scales(item, code_bytes(BITS), lane);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    for (int j = 0; j < LANE_ROWS; ++j) {
+        const float2 of = unit_and_bias(query, j);
 #pragma unroll
-        for (int j = 0; j < LANE_ROWS; ++j) {
+        for (int i = 0; i < 8; ++i) {
             const u32* const parts = sums[j][i / 2] + i % 2 * 2;
-            s[i][j] =
-                fmaf(joined<SIGNED_ZERO>(parts[0], parts[1]),
-                     scale.at(i) * (query.unit[j] * (1.f / (i % 2 ? ODD : EVEN))), query.bias[j] - base[j]);
+            s[i][j] = fmaf(joined<SIGNED_ZERO>(parts[0], parts[1]),
+                           scale.at(i) * (of.x * (1.f / (i % 2 ? ODD : EVEN))), of.y - base[j]);
         }
     }
 }

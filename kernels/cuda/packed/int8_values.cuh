@@ -42,6 +42,7 @@ __device__ __forceinline__ ScaledP scale_probabilities(const float (&p)[8][LANE_
 template <int BITS>
 __device__ __forceinline__ void add_coded_values(const Item& item, u32 from, const ScaledP& scaled_p,
                                                  State& state, int lane) {
+    constexpr bool LIFTED = LANE_ROWS > 1;  // so that first and second tiles have the same units
     u32 p[LANE_ROWS][4];
     float units[LANE_ROWS][2][2];  // of first and second tiles, rows g and g + 8
 #pragma unroll
@@ -51,9 +52,9 @@ __device__ __forceinline__ void add_coded_values(const Item& item, u32 from, con
             p[j][b] = transposed(__byte_perm(scaled_p.x[j][2 * b], scaled_p.x[j][2 * b + 1], 0x4051));
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            constexpr int SECOND = 1 << Bytes<BITS>::SECOND;
-            units[j][i][0] = 2.f / (Bytes<BITS>::EVEN * (i ? SECOND : 1)) * scaled_p.unit[j];
-            units[j][i][1] = 2.f / (Bytes<BITS>::ODD * (i ? SECOND : 1)) * scaled_p.unit[j];
+            const int unit = i || LIFTED ? 1 << Bytes<BITS>::SECOND : 1;
+            units[j][i][0] = 2.f / (Bytes<BITS>::EVEN * unit) * scaled_p.unit[j];
+            units[j][i][1] = 2.f / (Bytes<BITS>::ODD * unit) * scaled_p.unit[j];
         }
         state.zero_point_sum[j] = fmaf(scaled_p.sum[j], 1.f - (1 << BITS), state.zero_point_sum[j]);
     }
@@ -69,8 +70,8 @@ __device__ __forceinline__ void add_coded_values(const Item& item, u32 from, con
             u32 sums[LANE_ROWS][4];
 #pragma unroll
             for (int b = 0; b < 4; b += 2) {
-                const uint2 left = rows_of_tile<BITS, false>(w[b], i, alone);
-                const uint2 right = rows_of_tile<BITS, false>(w[b + 1], i, alone);
+                const uint2 left = rows_of_tile<BITS, LIFTED>(w[b], i, alone);
+                const uint2 right = rows_of_tile<BITS, LIFTED>(w[b + 1], i, alone);
                 const u32 a[4] = {left.x, left.y, right.x, right.y};
 #pragma unroll
                 for (int j = 0; j < LANE_ROWS; ++j) {

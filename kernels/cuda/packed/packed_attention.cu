@@ -17,9 +17,9 @@
 //          slots 2 g and 2 g + 1, rows g and g + 8 of a tile of K.
 //
 // Scores are base 2. K and V below width 16 are rotated; so q is rotated where a sequence begins, and out
-// where it ends. Pages of raw V turn the accumulators into their basis and back: the rotation is its own
-// inverse. Partial results are combined twice: those of warps in shared memory, those of CTAs in `partial`,
-// where the last CTA of a sequence adds all splits in a fixed order.
+// where it ends. Pages of raw V turn the accumulators into their basis and back (packed/basis.cuh). Partial
+// results are combined twice: those of warps in shared memory, those of CTAs in `partial`, where the last CTA
+// of a sequence adds all splits in a fixed order.
 //
 // Widths below 16 are multiplied as 8-bit integers (packed/int8_mma.cuh; INT8_MMA is 1 for up to 4 query
 // rows, 2 for 8); columns of a lane are then the two bytes of a row. Where width 16 occurs, and at head_dim
@@ -150,13 +150,22 @@ __device__ __forceinline__ int owner(u32 position, u32 total, u32 ctas) {
     return ((position + 1) * ctas - 1) / total;
 }
 
+// What a CTA knows of the division of the list but rarely needs, so not worth registers.
+struct Schedule {
+    int begin, first_cta, num_splits;  // of its range
+    int total, ctas;                   // quads in all, CTAs that have any
+    int queried;                       // the sequence whose query has been read, or -1
+};
+
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const __grid_constant__ Call call) {
     extern __shared__ __align__(128) u8 shared[];
     __shared__ __align__(16) u8 labels[WARPS][MAX_STAGES][LABEL_BYTES];  // of slots
-    __shared__ __align__(8) float rows[8 * ROW_FLOATS];
+    __shared__ __align__(8) float rows[8 * ROW_FLOATS + 16];             // or what load_query makes of them
     __shared__ int arrived;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    __shared__ Schedule schedules[WARPS];
+    const int warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const u32 first_label = shared_address(labels[warp]);
+    Schedule& schedule = schedules[warp];
     if (lane < MAX_STAGES) {
         asm volatile(
             "mbarrier.init.shared::cta.b64 [%0], 4;" ::"r"(first_label + lane * LABEL_BYTES + BARRIER));
@@ -165,62 +174,69 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
     __syncwarp();  // the barriers of this warp are ready
     begin_early();
 
-    // The lane's page among the first 8 quads of the warp, read together with the lengths.
+    // Lengths, the lane's page among the first 8 quads of the warp and the query are read together.
     const int blocks = (call.rows + 7) / 8, b = blockIdx.x;
     const WorkRange estimate = estimate_split(call, blocks);
+    const int length = lane < call.pairs ? call.num_pages[lane] : 0;
     Entry own = {};
+    RawQuery raw;
     if (estimate.num_splits) {
         const u32 column = b - estimate.first_cta + estimate.num_splits * (warp + lane / 4 * WARPS);
         if (4 * column < call.entries)
-            own = entry_at(call.index, call.rung, call.count, (u64)estimate.number * call.entries, column,
-                           lane % 4, estimate.number);
+            own = entry_at(call, {estimate.number, estimate.number, (int)column}, lane % 4);
+        if (WIDTHS_K & CODED) read_query(call, sequence_at(call, estimate.number), warp, lane, raw);
     }
     int total, ctas;
-    const WorkRange range = split_kv(call, estimate, blocks, lane, total, ctas);
+    const WorkRange range = split_kv(call, estimate, blocks, length, lane, total, ctas);
     const int begin = range.begin, end = range.end;
-    const bool known = range.num_splits && range.number == estimate.number &&
-                       range.first_cta == estimate.first_cta &&
+    const bool estimated = range.num_splits && range.number == estimate.number;
+    const bool known = estimated && range.first_cta == estimate.first_cta &&
                        (end <= 1 || range.num_splits == estimate.num_splits);
-    int number = range.number, start = range.start, quads = range.quads;  // the sequence of this CTA's cursor
-    RawQuery raw;
-    if ((WIDTHS_K & CODED) && begin < end) read_query(call, sequence_at(call, number), warp, lane, raw);
+    if (lane == 0)
+        schedule = {begin, range.first_cta, range.num_splits, total, ctas, estimated ? range.number : -1};
+    __syncwarp();                                                         // it is written
+    int number = range.number, start = range.start, quads = range.quads;  // of the sequence at hand
 
-    // The ring of a warp; where only some warps have a quad, they share the memory of all.
-    const int stages = min(MAX_STAGES, quotient(call.stages * WARPS, max(1, min(WARPS, end - begin))));
+    const int stages = call.stages;  // of the ring of a warp
     const u32 ring = shared_address(shared) + warp * stages * call.slot_bytes;
 
-    // Producing: the warp's quads 8 at a time, a lane each page; quad n is at position begin + warp + n *
+    // Producing: a lane has a page of the warp's quads 8 n to 8 n + 7, which are read when the quad before
+    // them has been asked for, a quad's time before they are needed. Quad n is at position begin + warp + n
     // WARPS.
-    int next_quad = 0, next_item = 0;
+    const int quad_count = begin + warp < end ? (u32)(end - begin - warp + WARPS - 1) / WARPS : 0;
+    int asked = 0, next_item = 0;  // quads; an item of the next
+    auto read_entries = [&]() {
+        const int quad = asked + lane / 4;
+        if (quad >= quad_count) return;
+        const Schedule of = schedule;
+        const int position = of.begin + warp + quad * WARPS;
+        const Place place =
+            of.num_splits ? Place{number, number, b - of.first_cta + of.num_splits * position}
+                          : find_place(call.num_pages, blocks, of.total, call.num_rungs > 1 ? of.ctas : 0,
+                                       position, number, start, quads);
+        own = entry_at(call, place, lane % 4);
+        if (WINDOW) look_through_window(call, own, lane % 4);
+    };
+    if (!known) read_entries();
+    if (WINDOW && known && lane / 4 < quad_count) look_through_window(call, own, lane % 4);
     auto produce = [&](int slot) {
-        if (begin + warp + next_quad * WARPS >= end) return;
-        if (next_quad % 8 == 0 && next_item == 0 && (WINDOW || next_quad || !known)) {
-            const int position = begin + warp + (next_quad + lane / 4) * WARPS;
-            if (position < end && (next_quad || !known))
-                own = range.num_splits
-                          ? entry_at(call.index, call.rung, call.count, (u64)number * call.entries,
-                                     b - range.first_cta + range.num_splits * position, lane % 4, number)
-                          : find_entry(call.index, call.rung, call.count, call.num_pages, call.entries,
-                                       blocks, total, call.num_rungs > 1 ? ctas : 0, position, lane % 4,
-                                       number, start, quads);
-            if (WINDOW && position < end) own.word = page_word_in_window(call, own, lane % 4);
-        }
-        const int holder = next_quad % 8 * 4, page = lane % 4;
+        if (asked == quad_count) return;
         const u32 label = first_label + slot * LABEL_BYTES;
-        const Rung& rung = call.rungs[__shfl_sync(ALL_LANES, own.word, holder) & RUNG];
-        const u32 index = __shfl_sync(ALL_LANES, own.index, holder + page);
-        const u32 word = __shfl_sync(ALL_LANES, own.word, holder + page);
-        const u32 column = KEEP_SCORES ? __shfl_sync(ALL_LANES, own.column, holder) : 0;
+        const int holder = asked % 8;
+        const Rung& rung = call.rungs[__shfl_sync(ALL_LANES, own.word, 4 * holder) & RUNG];
         const Part part = part_of(rung, next_item);
-        if (lane < 4) {
-            if (KEEP_SCORES) store_shared(label + COLUMN, column);
-            if (WINDOW) store_shared(label + INDICES + 4 * page, index);
-            ask_for_page(part, rung.pool + (u64)index * rung.record, word, label,
-                         ring + slot * call.slot_bytes, page);
+        if (lane / 4 == holder) {
+            if (KEEP_SCORES) store_shared(label + COLUMN, own.column);
+            if (WINDOW) store_shared(label + INDICES + 4 * (lane % 4), own.index);
+            ask_for_page(part, rung.pool + (u64)own.index * rung.record, own.word | own.count << 8, label,
+                         ring + slot * call.slot_bytes, lane % 4);
         }
-        const bool hidden = WINDOW && !__any_sync(ALL_LANES, tokens_of(word));  // one item without bytes
+        // A quad that no query row sees is one item without bytes.
+        const bool hidden = WINDOW && !__any_sync(ALL_LANES, lane / 4 == holder && own.count);
         ++next_item;
-        if (part.last || hidden) next_item = 0, ++next_quad;
+        if (!part.last && !hidden) return;
+        next_item = 0;
+        if (++asked % 8 == 0) read_entries();
     };
     int filled = 0;  // slots: the first quad of all warps goes before their second
     do {
@@ -251,12 +267,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
 #pragma unroll 1
     for (int position = begin; position < end; ++number) {
         const Sequence sequence = sequence_at(call, number);
-        if (position > begin) quads = quads_of(call.num_pages, sequence.pair);
+        const bool is_first = position == schedule.begin;
+        if (!is_first) quads = quads_of(call.num_pages, sequence.pair);
         const int stop = min(start + quads, end);
         if (quads == 0) continue;
         Query query;
         if (WIDTHS_K & CODED) {
-            if (position > begin) read_query(call, sequence, warp, lane, raw);
+            if (number != schedule.queried) read_query(call, sequence, warp, lane, raw);
             if (warp < sequence.rows) rotate_query(raw, call.scale * LOG2E, rows + warp * ROW_FLOATS, lane);
             raw = {};         // or it takes registers until the next sequence
             __syncthreads();  // all query rows are rotated
@@ -264,11 +281,19 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
         }
 #pragma unroll 1
         for (; filled < stages; ++filled) produce(filled);
-        const SavedRows saved = KEEP_SCORES ? saved_rows(call, sequence, lane) : SavedRows{};
-        const u16* row = WIDTHS_K & RAW ? q_row(call, sequence, min(lane / 4, sequence.rows - 1)) : nullptr;
-        const FirstVisible visible = WINDOW ? first_visible_of_lane(call, sequence, lane) : FirstVisible{};
         State state;
         clear(state, bits_of<WIDTHS_V>(0));
+        constexpr bool KNOWN = LANE_ROWS == 1 || KEEP_SCORES == 4;  // else registers have no room for them
+        const SavedRows known_rows = KEEP_SCORES && KNOWN ? saved_rows(call, sequence, lane) : SavedRows{};
+        const auto save = [&](const float (&s)[8][LANE_ROWS]) {
+            if (!KEEP_SCORES) return;
+            const u32 column = load_shared(first_label + slot * LABEL_BYTES + COLUMN);
+            int own = lane;
+            asm volatile("" : "+r"(own));  // or they are found before
+            save_scores(KNOWN ? known_rows : saved_rows(call, sequence, own), column, state, s);
+        };
+        const u16* row = WIDTHS_K & RAW ? q_row(call, sequence, min(lane / 4, sequence.rows - 1)) : nullptr;
+        const FirstVisible visible = WINDOW ? first_visible_of_lane(call, sequence, lane) : FirstVisible{};
 
 #pragma unroll 1
         for (; at < stop; at += WARPS) {
@@ -276,11 +301,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
             const PageWords words = item.words;
             const Rung& rung = call.rungs[words.of[0] & RUNG];
             const u32 label = first_label + slot * LABEL_BYTES;
-            const u32 column = KEEP_SCORES ? load_shared(label + COLUMN) : 0;
             float s[8][LANE_ROWS];
             if (WINDOW && !words.have(31 << 8)) {  // no query row sees a token of the quad, or it has none
                 mask_quad(s);
-                if (KEEP_SCORES) save_scores(saved, column, state, s);
+                save(s);
                 release();
                 continue;
             }
@@ -320,7 +344,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
             if (state.bits != bits_v) change_basis(state, bits_v, lane);
             if ((WIDTHS_V & RAW) && bits_v == 16) {
                 update_row_max<false>(s, {}, state);
-                if (KEEP_SCORES) save_scores(saved, column, state, s);
+                save(s);
                 probabilities(s, state);
                 const ScaledP scaled_p = scale_probabilities(s);
                 add_raw_values<0>(item, scaled_p, words, state, lane);
@@ -332,7 +356,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
 #endif
             const Scales scales = load_live_scales(item, from + code_bytes(bits_v), words, lane);
             update_row_max<!INT8_MMA>(s, scales, state);
-            if (KEEP_SCORES) save_scores(saved, column, state, s);
+            save(s);
             probabilities(s, state);
             const ScaledP scaled_p = scale_probabilities(s, scales, bits_v);
             if ((WIDTHS_V & 1) && bits_v == 2) add_coded_values<2>(item, from, scaled_p, state, lane);
@@ -355,16 +379,18 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
 #pragma unroll
         for (int j = 0; j < LANE_ROWS; ++j)
             if (has_no_token(state, j)) state.row_max[j] = MIN_ROW_MAX;
-        // The only sequence of a CTA leaves its rows in the ring, which nothing fills any more.
-        const bool only = range.num_splits;
-        const int ring_bytes = call.stages * call.slot_bytes, most = only ? 8 : call.merge_rows;
-        if (only && stages != call.stages) __syncthreads();  // all warps have read the ring
-        combine_warps(state, sequence.rows, most, (float*)(shared + (only ? 0 : WARPS * ring_bytes)),
-                      only ? ring_bytes / 4 : most * ROW_FLOATS, rows);
+        // Warps leave the rows of a CTA's only sequence in their rings, which nothing fills any more.
+        const Schedule divided = schedule;
+        const bool only = divided.num_splits;
+        const int most = only ? 8 : call.merge_rows;
+        combine_warps(state, sequence.rows, most,
+                      (float*)(shared + (only ? 0 : WARPS * stages * call.slot_bytes)),
+                      only ? stages * call.slot_bytes / 4 : most * ROW_FLOATS,
+                      only ? min(WARPS, end - divided.begin) : WARPS, rows);
         bool last = true;
-        const int first = range.num_splits ? range.first_cta : owner(start, total, ctas);
+        const int first = only ? divided.first_cta : owner(start, divided.total, divided.ctas);
         const int num_splits =
-            range.num_splits ? range.num_splits : owner(start + quads - 1, total, ctas) - first + 1;
+            only ? divided.num_splits : owner(start + quads - 1, divided.total, divided.ctas) - first + 1;
         if (num_splits > 1) {
             float* to = call.partial + (u64)(b + number) * 8 * ROW_FLOATS;
             for (int i = threadIdx.x; i < sequence.rows * ROW_FLOATS; i += WARPS * 32)
@@ -408,7 +434,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
 // gate: HEAD_DIM=128 BF16=1 WIDTHS_K=16 WIDTHS_V=16 WARPS=8 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 INT8_MMA=0 registers<=255 arch=sm_90a,sm_120a
 // gate: HEAD_DIM=64,96,128 BF16=0,1 WIDTHS_K=15 WIDTHS_V=15 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 INT8_MMA=2 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=8 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 INT8_MMA=2 registers<=255 arch=sm_100a,sm_120a
-// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=12 SOFTCAP=1 WINDOW=0 KEEP_SCORES=1,4 INT8_MMA=2 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=12 SOFTCAP=1 WINDOW=0 KEEP_SCORES=1 INT8_MMA=2 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=8 SOFTCAP=1 WINDOW=0 KEEP_SCORES=4 INT8_MMA=2 registers<=255 arch=sm_90a
 // gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=1 INT8_MMA=2 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=8 SOFTCAP=1 WINDOW=1 KEEP_SCORES=1,4 INT8_MMA=2 registers<=255 arch=sm_90a
 // gate: HEAD_DIM=80,96 BF16=1 WIDTHS_K=31 WIDTHS_V=31 WARPS=12 SOFTCAP=1 WINDOW=0 KEEP_SCORES=1,4 INT8_MMA=0 registers<=168 arch=sm_90a

@@ -1,8 +1,7 @@
 // The ring of a warp: bulk copies bring its quads into slots in shared memory, each slot with a barrier.
 //
 // A quad is one item of the ring if it is no larger than 4 bits make it; else K and V are items of their own,
-// in two halves of two pages each at width 16. A page is a copy, which lane l < 4 does for page l of the
-// quad.
+// in two halves of two pages each at width 16. A page is a copy, which the lane that holds it asks for.
 #pragma once
 
 #include "packed/call.cuh"
@@ -118,15 +117,15 @@ __device__ __forceinline__ Item wait_for(u32 label, u32 parity) {
     return r;
 }
 
-// Lane `lane` < 4 of a warp asks for its page, if it has tokens and is in the item, and says in the label of
-// the slot where it will be.
-__device__ __forceinline__ void ask_for_page(const Part& part, const u8* page, u32 word, u32 label, u32 slot,
-                                             int lane) {
-    const u8* from = page + part.from;
-    const u32 number = lane - part.first, begin = slot + number * (part.bytes + ROOM_TO_SHIFT);
+// The lane that holds page `page` of a quad asks for it, if it has tokens and is in the item, and says in the
+// label of the slot where it will be.
+__device__ __forceinline__ void ask_for_page(const Part& part, const u8* record, u32 word, u32 label,
+                                             u32 slot, int page) {
+    const u8* from = record + part.from;
+    const u32 number = page - part.first, begin = slot + number * (part.bytes + ROOM_TO_SHIFT);
     const u32 to = begin + (((u32)(u64)from - begin) & (LINE - 1));
     const bool copied = number < part.pages && tokens_of(word);
-    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(label + 8 * lane), "r"(to), "r"(word) : "memory");
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(label + 8 * page), "r"(to), "r"(word) : "memory");
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(label + BARRIER),
                  "r"(copied ? part.bytes : 0)
                  : "memory");

@@ -49,22 +49,24 @@ __device__ __forceinline__ WorkRange estimate_split(const Call& call, int blocks
 
 // Divides the list; one warp. If it costs little balance, every CTA gets quads of one sequence only: as
 // estimate, or else the sequence whose quads begin at position c of T gets the CTAs from round(c ctas / T)
-// on. Else CTA b gets T b / ctas and the following.
+// on. Else CTA b gets T b / ctas and the following. `length` is the lane's of the first 32 of `num_pages`.
 __device__ __forceinline__ WorkRange split_kv(const Call& call, const WorkRange& estimate, int blocks,
-                                              int lane, int& total, int& ctas) {
-    total = 0;
-    int longest = 0;
-    const int grid = gridDim.x, quads = estimate.num_splits ? quads_of(call.num_pages, estimate.number) : 0;
+                                              int length, int lane, int& total, int& ctas) {
+    const int grid = gridDim.x, fewest = estimate.num_splits ? quotient(grid, call.pairs) : 0;
+    total = (u32)length / 4u;
+    int longest = total, quads = lane == estimate.number ? total : 0;
 #pragma unroll 4
-    for (int i = lane; i < call.pairs; i += 32) {
+    for (int i = lane + 32; i < call.pairs; i += 32) {
         const int own = quads_of(call.num_pages, i);
         total += own;
         longest = max(longest, own);
+        if (i == estimate.number) quads = own;
     }
+    quads = __reduce_add_sync(ALL_LANES, quads);
     total = __reduce_add_sync(ALL_LANES, total);
     longest = __reduce_max_sync(ALL_LANES, longest);
     if (estimate.num_splits && longest &&
-        (float)longest * grid <= 1.07f * ((float)total * (grid / call.pairs))) {  // the usual case
+        (float)longest * grid <= 1.07f * ((float)total * fewest)) {  // the usual case
         ctas = grid;
         WorkRange range = estimate;
         range.quads = quads;
@@ -119,29 +121,34 @@ __device__ __forceinline__ WorkRange split_kv(const Call& call, const WorkRange&
     return balanced ? split : whole;
 }
 
-// A page of a quad of the list: its index in the pool, its page word (rung | count << 8), the quad's column
-// in the table of its (row, KV head), the sequence.
-struct Entry {
-    u32 index, word, column, number;
+// Where a quad of the list is: its sequence, the (row, KV head) of that, its column in the table.
+struct Place {
+    int number, pair, column;
 };
 
-__device__ __forceinline__ Entry entry_at(const u32* index, const u8* rung, const u8* count, u64 row,
-                                          u32 column, int page, u32 number) {
-    const u64 at = row + 4 * column + page;
-    return {index[at], rung[at] | (u32)count[at] << 8, column, number};
+// A page of a quad: its index in the pool, its page word but for the count, its count; where the quad is. The
+// word is put together where it is needed, so that nobody waits for the tables before.
+struct Entry {
+    u32 index, word, count;
+    int column, number;
+};
+
+__device__ __forceinline__ Entry entry_at(const Call& call, const Place& place, int page) {
+    const u64 at = (u64)place.pair * call.entries + 4 * place.column + page;
+    return {call.index[at], call.rung[at], call.count[at], place.column, place.number};
 }
 
-// A page of the quad at a position of the whole list, at or after the cursor (number, start, quads). Each
+// The place of the quad at a position of the whole list, at or after the cursor (number, start, quads). Each
 // lane its own; once in 8 quads, and not worth its instructions elsewhere. `ctas` is 0 if there is one rung.
 // What it needs of the call comes in registers: through a reference it would come from memory.
-__device__ __noinline__ Entry find_entry(const u32* index, const u8* rung, const u8* count,
-                                         const int* num_pages, int entries, int blocks, int total, int ctas,
-                                         int position, int page, int number, int start, int quads) {
+__device__ __noinline__ Place find_place(const int* num_pages, int blocks, int total, int ctas, int position,
+                                         int number, int start, int quads) {
+    int pair = (u32)number / (u32)blocks;
     while (position >= start + quads) {
         start += quads;
-        quads = quads_of(num_pages, (u32)++number / (u32)blocks);
+        pair = (u32)++number / (u32)blocks;
+        quads = quads_of(num_pages, pair);
     }
-    const u64 row = (u64)((u32)number / (u32)blocks) * entries;
     const u32 columns = ctas ? min(quads, max(4, 2 * quads / ((total + ctas - 1) / ctas))) : 1;
-    return entry_at(index, rung, count, row, quad_at(position - start, quads, columns), page, number);
+    return {number, pair, (int)quad_at(position - start, quads, columns)};
 }

@@ -34,17 +34,19 @@ __device__ __forceinline__ const uint4* offsets_of(const Rung& rung, u32 index) 
                           side_bytes(rung.bits_v));
 }
 
-// The word of a page: without tokens if none is seen.
-__device__ __forceinline__ u32 page_word_in_window(const Call& call, const Entry& entry, int page) {
+// Brings what a window changes into the entry of a page, which has no tokens if none is seen.
+__device__ __forceinline__ void look_through_window(const Call& call, Entry& entry, int page) {
     const Sequence s = sequence_at(call, entry.number);
     const int first = first_visible(call, s, 0), last = first_visible(call, s, s.rows - 1);
-    const u32 rung = entry.word & RUNG;
     const u32 base = (u32)call.base[(u64)s.pair * call.entries + 4 * entry.column + page] << 16;
-    const int count = tokens_of(entry.word), above = first - (int)base;
-    if (count == 0 || above > 0xffff) return rung;
-    if ((int)base >= last) return entry.word | base;
+    const int count = entry.count, above = first - (int)base;
+    if (above > 0xffff) entry.count = 0;
+    if (entry.count == 0) return;
+    const Rung& rung = call.rungs[entry.word];
+    entry.word |= base;
+    if ((int)base >= last) return;
     int newest = -1, oldest = 0x10000;
-    const uint4* const from = offsets_of(call.rungs[rung], entry.index);
+    const uint4* const from = offsets_of(rung, entry.index);
     const uint4 words[2] = {from[0], from[1]};
 #pragma unroll
     for (int slot = 0; slot < 16; ++slot) {
@@ -54,8 +56,10 @@ __device__ __forceinline__ u32 page_word_in_window(const Call& call, const Entry
         newest = slot < count ? max(newest, offset) : newest;
         oldest = slot < count ? min(oldest, offset) : oldest;
     }
-    if (newest < above) return rung;
-    return entry.word | base | (oldest < last - (int)base ? MASKED : 0);
+    if (newest < above)
+        entry.count = 0;
+    else if (oldest < last - (int)base)
+        entry.word |= MASKED;
 }
 
 __device__ __forceinline__ void mask_quad(float (&s)[8][LANE_ROWS]) {

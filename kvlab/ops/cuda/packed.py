@@ -164,14 +164,15 @@ def _plan(
     head_dim = layouts[0].head_dim
     widths = [sum({_FLAG[getattr(layout, side)] for layout in layouts}) for side in ("bits_k", "bits_v")]
     capability = check_capability(device)
-    # 12 warps leave 168 registers a thread, too few for larger heads, for windows, and for all widths beyond
-    # sm_90. Raw pages take few instructions, and the ring is deeper with 8.
+    # 12 warps leave 168 registers a thread, too few for larger heads, for windows, for float32 scores of 8
+    # rows, and for all widths beyond sm_90. Raw pages take few instructions, and the ring is deeper with 8.
     raw = all(bits == _FLAG[16] for bits in widths)
     occurring = {bits for layout in layouts for bits in (layout.bits_k, layout.bits_v)}
     int8_mma = 0
     if occurring <= _INT8_WIDTHS and head_dim in _INT8_HEAD_DIMS:
         int8_mma = 1 if rows <= _INT8_ROWS else 2
-    warps = warps or (12 if head_dim <= 128 and capability[0] == 9 and not raw and not windowed else 8)
+    crowded = head_dim > 128 or windowed or (int8_mma == 2 and kept == 4)
+    warps = warps or (12 if capability[0] == 9 and not raw and not crowded else 8)
     macros = {
         "HEAD_DIM": head_dim, "BF16": int(dtype == "bfloat16"), "WIDTHS_K": widths[0], "WIDTHS_V": widths[1],
         "WARPS": warps, "SOFTCAP": int(softcap), "WINDOW": int(windowed), "KEEP_SCORES": kept,
