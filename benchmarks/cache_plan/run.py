@@ -1,14 +1,15 @@
 """Time what a cache on a GPU does every 16 steps: collect importance, choose widths, move tokens.
 
-    python benchmarks/cache_plan/run.py OUT.json [--shapes ...] [--cycles 20]
+    python benchmarks/cache_plan/run.py OUT.json [--shapes ...] [--ladders ...] [--cycles 20]
 
 The layers of a model are filled by one prefill each, at a budget of about 4 bits an element, with ladder
-2, 3, 4, 8. Then every cycle appends 16 tokens a row, collects attention mass that drifts, plans all layers in
-one call and carries the moves out. Heads need a page in every cycle; times are means over periods of four
-cycles, without the first, by events, for all layers together. Every other period has an event behind each
-kernel; the others have them around the plan alone, for an event keeps the next kernel from being launched
-early: `plan` is that. The device is kept waiting until all of it is launched. A plan that leaves the budget
-or meets trouble is an error. `prefill` is one layer; collecting runs as a graph.
+2, 3, 4, 8 or that of caches that name none; a shape may give all of them a sliding window. Then every cycle
+appends 16 tokens a row, collects attention mass that drifts, plans all layers in one call and carries the
+moves out. Heads need a page in every cycle; times are means over periods of four cycles, without the first,
+by events, for all layers together. Every other period has an event behind each kernel; the others have them
+around the plan alone, for an event keeps the next kernel from being launched early: `plan` is that. The
+device is kept waiting until all of it is launched. A plan that leaves the budget or meets trouble is an
+error. `prefill` is one layer; collecting runs as a graph.
 
 What collecting costs is measured on the same pages, and on such of 4 and of 2 bits alone: one query token
 attends every layer in turn, in a graph, without keeping scores, keeping them, and with `score_stored` behind
@@ -30,7 +31,7 @@ import torch
 from kvlab.arrays import cuda_view
 from kvlab.cache import plan
 from kvlab.cache.cuda import GPU, GpuKernels
-from kvlab.cache.ladder import ERRORS, LayerFormat, parse_bits
+from kvlab.cache.ladder import BITS, ERRORS, Bits, LayerFormat, parse_bits
 from kvlab.cache.score import Collector
 from kvlab.cache.store import STATE, DeviceStore
 from kvlab.lab.results import provenance
@@ -40,14 +41,18 @@ from kvlab.ops.cuda import pages as kernels
 from kvlab.ops.cuda.packed import kept_quad_bytes
 from kvlab.pages import QUAD, TOKENS_PER_PAGE
 
-SHAPES = {  # layers, batch, tokens, KV heads, group
-    "8 x 32K": (32, 8, 32768, 8, 4),
-    "1 x 32K": (32, 1, 32768, 8, 4),
-    "1 x 4K": (32, 1, 4096, 8, 4),
-    "1 x 128K": (32, 1, 131072, 8, 4),
+SHAPES = {  # layers, batch, tokens, KV heads, group, sliding window or 0
+    "8 x 32K": (32, 8, 32768, 8, 4, 0),
+    "1 x 32K": (32, 1, 32768, 8, 4, 0),
+    "1 x 4K": (32, 1, 4096, 8, 4, 0),
+    "1 x 128K": (32, 1, 131072, 8, 4, 0),
+    "8 x 1K": (32, 8, 1024, 8, 4, 0),
+    "8 x 1K of 32K": (32, 8, 32768, 8, 4, 1024),
+    "1 x 1K": (32, 1, 1024, 8, 4, 0),
+    "1 x 1K of 32K": (32, 1, 32768, 8, 4, 1024),
 }
-LADDERS: dict[str, tuple[tuple[int, ...], float]] = {  # widths, bytes over those of 16 bits
-    "2,3,4,8": ((2, 3, 4, 8), 0.265), "4": ((4,), 0.32), "2": ((2,), 0.2),
+LADDERS: dict[str, tuple[Bits, float]] = {  # widths, bytes over those of 16 bits
+    "2,3,4,8": ((2, 3, 4, 8), 0.265), "default": (BITS, 0.3), "4": ((4,), 0.32), "2": ((2,), 0.2),
 }  # fmt: skip
 HEAD_DIM, STEPS = 128, 16
 PERIOD = 4  # cycles, between which the layers' scores go round
@@ -76,18 +81,21 @@ class Clock:
 class Model:
     """Layers of one shape and what plans of them need."""
 
-    def __init__(self, widths: tuple[int, ...], fraction: float, *shape: int) -> None:
-        layers, batch, tokens, heads, group = shape
+    def __init__(self, bits: Bits, fraction: float, *shape: int) -> None:
+        layers, batch, tokens, heads, group, self.window = shape
         self.layers, self.batch, self.tokens, self.heads, self.group = layers, batch, tokens, heads, group
-        (ladder,) = set(parse_bits(widths, layers))
+        (ladder,) = set(parse_bits(bits, layers))
         stores = [LayerFormat(ladder, heads, HEAD_DIM, "bfloat16") for _ in range(layers)]
         self.host = stores[0]
         costs = tuple(self.host.page_bytes(r) for r in range(len(ladder)))
         self.ladder = plan.Ladder(costs, tuple(ERRORS[r.bits_k] + ERRORS[r.bits_v] for r in ladder))
-        self.share = int(fraction * 4 * heads * HEAD_DIM * tokens)
+        self.share = int(fraction * 4 * heads * HEAD_DIM * (self.window or tokens))
         like = torch.empty(1, device="cuda")
         spare = lambda _, slab: plan.spare_nbytes(batch, heads, self.ladder, slab)  # noqa: E731
-        self.store = DeviceStore(stores, batch, GPU, like, tokens + 1024, self.share, spare)
+        shares, windows = [self.share] * layers, [self.window] * layers
+        self.store = DeviceStore(
+            stores, batch, GPU, like, tokens + 1024, shares, spare, sliding_windows=windows
+        )
         self.store.tables["budget"].fill_(self.share)
         self.like, self.stream = like, torch.cuda.current_stream().cuda_stream
         rng = np.random.default_rng(0)
@@ -157,7 +165,7 @@ class Model:
             assert self.store.nbytes(layer, used[layer]) <= self.batch * self.share
 
     def decode(self, cycles: int) -> dict[str, float]:
-        bounds = plan.decode_bounds(self.shape(0), self.ladder)
+        bounds = plan.crop_bounds(self.shape(0), self.ladder, QUAD * TOKENS_PER_PAGE, 0)
         workspace = plan.make_workspace(self.like, self.shape(0), self.layers, *bounds)
         append = [
             kernels.AppendCall(
@@ -259,7 +267,14 @@ class Model:
         places = [collector.place(layer, 1) for layer in range(self.layers)]
 
         def run(keeps: bool, scores: bool) -> float:
-            options = [{"scale": HEAD_DIM**-0.5, "scores": kept if keeps else None} for kept, _ in places]
+            options = [
+                {
+                    "scale": HEAD_DIM**-0.5,
+                    "scores": kept if keeps else None,
+                    "window": self.store.window(layer),
+                }
+                for layer, (kept, _) in enumerate(places)
+            ]
             pages = map(self.store.pages, range(self.layers))
             attend = [
                 packed_cuda.AttendCall(q, own, workspace, **option)
@@ -288,7 +303,7 @@ def measure(shape: str, ladder: str, cycles: int) -> dict[str, Any]:
     model = Model(*LADDERS[ladder], *SHAPES[shape])
     found: dict[str, Any] = {"shape": shape, "ladder": ladder, "layers": model.layers}
     found["prefill_us"] = model.prefill()
-    if ladder == "2,3,4,8":
+    if len(model.ladder.cost) > 1:
         found["decode_us"] = model.decode(cycles)
         found["workspace_bytes"] = model.bytes
         found["append_us"] = model.append()

@@ -17,7 +17,10 @@ import numpy as np
 from kvlab.pages import QUAD, TOKENS_PER_PAGE, PageLayout
 from kvlab.reference.packed import packed_attention
 
-__all__ = ["Shape", "attended_apart", "draw_pages", "relative_error"]
+__all__ = ["Mixture", "Shape", "attended_apart", "draw_pages", "relative_error"]
+
+Mixture = Mapping[int | tuple[int, int], float]
+"""The fraction of a sequence's pages at each width, or pair of widths of keys and of values."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +39,15 @@ class Shape:
         return self.batch * self.num_heads_kv
 
 
-def draw_pages(shape: Shape, ladder: Mapping[int, float], device: str = "cuda") -> SimpleNamespace:
+def draw_pages(shape: Shape, mixture: Mixture, device: str = "cuda") -> SimpleNamespace:
     """Return full pages of random codes in random order; the table of each sequence is sorted by width."""
     import torch
 
-    widths, quads = sorted(ladder), shape.tokens // (QUAD * TOKENS_PER_PAGE)
+    shares = sorted((key if isinstance(key, tuple) else (key, key), share) for key, share in mixture.items())
+    quads = shape.tokens // (QUAD * TOKENS_PER_PAGE)
     entries = QUAD * quads
-    layouts = tuple(PageLayout(shape.head_dim, bits, bits, 2) for bits in widths)
-    bounds = QUAD * np.round(np.cumsum([0.0, *(ladder[bits] for bits in widths)]) * quads).astype(int)
+    layouts = tuple(PageLayout(shape.head_dim, *bits, 2) for bits, _ in shares)
+    bounds = QUAD * np.round(np.cumsum([0.0, *(share for _, share in shares)]) * quads).astype(int)
     rung = torch.empty(shape.num_sequences, entries, dtype=torch.uint8, device=device)
     index = torch.empty(shape.num_sequences, entries, dtype=torch.int32, device=device)
     pools = []
@@ -79,9 +83,9 @@ def _draw_pool(layout: PageLayout, count: int, device: str) -> Any:
             values = torch.randn(size, device=device, dtype=torch.bfloat16)
             pool[begin : begin + 1024, : layout.positions] = values.view(torch.uint8)
     else:
-        for begin in (layout.k_steps, layout.v_steps):
+        for begin, bits in ((layout.k_steps, layout.bits_k), (layout.v_steps, layout.bits_v)):
             step = torch.exp(torch.randn(count, TOKENS_PER_PAGE, device=device) * 0.3)
-            codes = (step * (1.7 / 2**layout.bits_k)).half().view(torch.int16) >> 7
+            codes = (step * (1.7 / 2**bits)).half().view(torch.int16) >> 7
             pool[:, begin : begin + TOKENS_PER_PAGE] = codes.to(torch.uint8)
     return pool
 

@@ -41,7 +41,7 @@ def attended(pages: SimpleNamespace, q: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(packed_attention(q.float().numpy(), own)[0]).to(torch.bfloat16)
 
 
-@pytest.mark.parametrize("name", ["16", "3", "8/4/2"])
+@pytest.mark.parametrize("name", ["16", "3", "8/4/2", "default"])
 def test_the_judge_accepts_the_right_answer_alone(name: str) -> None:
     pages = draw_pages(SHAPE, LADDERS[name], device="cpu")
     q = torch.randn(2, 1, 4, 64, dtype=torch.bfloat16)
