@@ -146,6 +146,25 @@ def test_multiprocessors_left_to_others(steps: list[int]) -> None:
         assert all(torch.equal(x, y) for x, y in zip(one[1:], other[1:], strict=True))
 
 
+def test_short_sequences_beside_a_long_one() -> None:
+    """As they choose for themselves: nothing behind a short one is read, which may not be mapped."""
+    torch.manual_seed(6)
+    lengths = (512, 14784, 1088)
+    q, k, v, dout = (
+        torch.randn(sum(lengths), h, 128, device="cuda", dtype=torch.bfloat16) for h in (32, 8, 8, 32)
+    )
+    starts = list(itertools.accumulate(lengths, initial=0))
+    bounds = torch.tensor(starts, dtype=torch.int32, device="cuda")
+    sizes = bounds, bounds, max(lengths), max(lengths)
+    out, lse = kvlab.attention_varlen(q, k, v, *sizes, causal=True, return_lse=True)
+    found = kvlab.attention_varlen_backward(dout, q, k, v, out, lse, *sizes, causal=True)
+    for first, last in itertools.pairwise(starts):
+        own = [x[None, first:last] for x in (dout, q, k, v, out)]
+        alone = kvlab.attention_backward(*own, lse[None, :, first:last], causal=True)
+        for x, y in zip(found, alone, strict=True):
+            assert float((x[first:last] - y[0]).float().norm() / y.float().norm()) < 6e-3
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_long_calls_against_float64_on_the_device(dim: int, causal: bool) -> None:

@@ -150,6 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) postprocess(const __grid_c
         for (int i = threadIdx.x; i < ROWS_OF_CTA * HEAD_DIM / 32; i += THREADS) {
             const int row = blockIdx.x * ROWS_OF_CTA + i / (HEAD_DIM / 4) * 8 + i % 4 * 2;
             const int channel = i % (HEAD_DIM / 4) / 4 * 16;
+            if (row >= s.rows) continue;
             const float4* const from = (const float4*)(accum + turned_offset(row, channel));
             float x[2][2][8];  // of a row 8 channels, then 8 more
 #pragma unroll
