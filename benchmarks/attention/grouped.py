@@ -1,11 +1,12 @@
 """Grouped attention, one launch beside separate calls of the same kernels, from CUDA graphs of one call each.
 
-    python benchmarks/attention/grouped.py OUT.json [--only forward|backward] [--cases TEXT]
+    python benchmarks/attention/grouped.py OUT.json [--only forward|backward|bytes] [--cases TEXT]
 
 Cases are ranks of 8 in zigzag context parallelism (two groups), and 2 to 16 groups of few rows whose prefixes
 end evenly spaced. Heads are query heads / KV heads, of 128 channels, in bfloat16 under a causal mask. Before
 gradients are timed they are compared with those of separate calls, and deterministic ones with themselves.
-Contestants take turns; medians of 5 turns count.
+Contestants take turns, in another order in each; medians of 5 turns count. bytes: what a forward call reads
+from memory, by Nsight Compute.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 import kvlab
+from kvlab.lab.benchmark.grouped import bytes_read
 from kvlab.lab.guard import gpu_state
 from kvlab.lab.results import provenance
 from kvlab.lab.timing_gpu import recorded, time_by_events
@@ -50,6 +52,7 @@ CASES: dict[str, tuple[Groups, int, tuple[int, int]]] = {
         for tokens in (4 * K, 8 * K, 16 * K)
         for count, rows in ((4, 512), (8, 256), (16, 64), (16, 1))
     },
+    "4K on 32K, 4K on 64K 32/8": ([(4 * K, 32 * K), (4 * K, 64 * K)], 64 * K, (32, 8)),
     "100 on 100, 100 on 9,900 32/8": ([(100, 100), (100, 9900)], 9900, (32, 8)),
 }
 
@@ -109,7 +112,11 @@ def flat(gradients: tuple[list[Any], Any, Any]) -> list[Any]:
 
 
 def measure(kind: str, case: str) -> dict[str, Any]:
-    """Return medians, and how many times faster than separate calls of the same kind each is."""
+    """Return medians, and how many times faster than separate calls of the same kind each is; or bytes."""
+    if kind == "bytes":
+        groups, tokens, heads = CASES[case]
+        counted, reason = bytes_read(tokens, groups, (*heads, HEAD_DIM))
+        return {"kind": kind, "case": case, "counted": counted or {"nothing": reason}}
     calls, stream = {"forward": forward, "backward": backward}[kind](case), torch.cuda.Stream()
     with torch.cuda.stream(stream):
         graphs = {name: recorded(call, stream=stream) for name, call in calls.items()}
@@ -126,17 +133,15 @@ def measure(kind: str, case: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--only", choices=("forward", "backward"))
+    parser.add_argument("--only", choices=("forward", "backward", "bytes"))
     parser.add_argument("--cases", default="", help="only those whose names hold this text")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for kind in ("backward", "forward"):
-        for case in CASES:
-            if options.only in (None, kind) and options.cases in case:
-                rows.append(measure(kind, case))
-                print(
-                    kind, case, *(f"{name} {x:.3f}" for name, x in rows[-1]["x_separate"].items()), flush=True
-                )
+    for kind in (options.only,) if options.only else ("backward", "forward"):
+        for case in (case for case in CASES if options.cases in case):
+            rows.append(measure(kind, case))
+            times_faster = {name: round(x, 3) for name, x in rows[-1].get("x_separate", {}).items()}
+            print(kind, case, times_faster or rows[-1]["counted"], flush=True)
     found = provenance() | {"gpu_state": gpu_state(), "rows": rows}
     options.out.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -1,18 +1,21 @@
 """Attention on a GPU beside cuDNN, FlashAttention 2 and, where installed, FlashAttention 4, in one loop.
 
-    python benchmarks/attention/peers.py OUT.json [--only WHAT] [--cases TEXT] [--portable]
+    python benchmarks/attention/peers.py OUT.json [--only WHAT] [--cases TEXT] [--portable] [--before KERNELS]
 
 forward        fixed and variable length
-backward       gradients; deterministic: those with the same bits each time
-short          both kinds of gradients of short calls with few KV heads, from CUDA graphs, since the host
-               launches them no faster than they run
+backward       gradients, and of kvlab also those with the same bits each time
+deterministic  the latter beside FlashAttention 4's
+short          gradients of short calls with few KV heads, from CUDA graphs, since the host launches them no
+               faster than they run
 ragged         forward over 16 sequences of 32K tokens in all, of one length and of many; kvlab alone
-host           microseconds of the host for calls of 128 tokens, forward and with gradients
+host           microseconds of the host for calls of 64 and 128 tokens, forward and with gradients
 
-Without --only the first three. Contestants take turns, five loops each, behind a pause of the GPU, so that
-none waits for the host; medians count. kvlab is checked against float64 on one head (ragged: with calls of
-one sequence), and every other call against kvlab's, before it is timed. TFLOPS count 4 operations (backward
-10) * head_dim for every query head and every pair of a query and a key, half of them under a causal mask.
+Without --only the first three. With --before the kernels of another checkout run in the same loop, by today's
+launchers: KERNELS is its kernels/cuda. Contestants take turns, five loops each in another order every time,
+behind a pause of the GPU, so that none waits for the host; medians count. kvlab is checked against float64
+on one head (ragged: with calls of one sequence), and every other call against kvlab's, before it is timed.
+TFLOPS count 4 operations (backward 10) * head_dim for every query head and every pair of a query and a key,
+half of them under a causal mask.
 """
 
 from __future__ import annotations
@@ -22,24 +25,27 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
 
 import kvlab
 from kvlab.integrations import torch_autograd
+from kvlab.jit.build import build
 from kvlab.lab.benchmark.attention_peers import backward_of, peers
 from kvlab.lab.guard import gpu_state
 from kvlab.lab.results import provenance
 from kvlab.lab.timing_gpu import recorded, time_by_events
-from kvlab.ops.cuda import attention, attention_backward
+from kvlab.ops.cuda import attention, attention_backward, attention_sm90
 
 Call = Callable[[], Any]
 LOOP_SECONDS, PAUSE_CYCLES = 0.8e-3, 190_000  # of a turn; of the GPU, for each call of a turn
 TOTAL, SEQUENCES = 32768, 16  # ragged
+LENGTHS = {"rows": [0, 64], "keys": [0, 128], "prefix": [100]}  # of the groups whose host time counts
 
 
 class Case(NamedTuple):
@@ -84,7 +90,29 @@ RAGGED = [
 ]  # fmt: skip
 
 
-def forward(case: Case, portable: bool) -> dict[str, Call]:
+class Others(NamedTuple):
+    """Which other kernels of kvlab run beside those of the library."""
+
+    portable: bool = False
+    before: Path | None = None
+
+
+def of_sources(root: Path, module: Any, launcher: Any, call: Call) -> Call:
+    """Return a call of `module` whose kernels `launcher` builds from the sources below `root`."""
+    prepare = lru_cache(maxsize=None)(module._Prepared)
+
+    def with_them() -> Any:
+        with mock.patch.object(module, "_prepare", prepare):
+            return call()
+
+    attention_backward.plan_of.cache_clear()
+    with mock.patch.object(launcher, "build", partial(build, root=root)):
+        with_them()
+    attention_backward.plan_of.cache_clear()
+    return with_them
+
+
+def forward(case: Case, others: Others) -> dict[str, Call]:
     _, q, k, v = case.draw()
     causal = case.causal
 
@@ -99,7 +127,9 @@ def forward(case: Case, portable: bool) -> dict[str, Call]:
         calls["kvlab variable length"] = lambda: kvlab.attention_varlen(
             *flat, cu, cu, n, n, causal=causal
         ).view(q.shape)
-    if portable:
+    if others.before:
+        calls["kvlab before"] = of_sources(others.before, attention, attention_sm90, ours)
+    if others.portable:
         calls["kvlab portable"] = partial(ours, False)
     calls |= {name: partial(peer, q, k, v, causal, False) for name, peer in peers("cuda").items()}
     keys, values = k[0, :, 0].double(), v[0, :, 0].double()
@@ -108,19 +138,26 @@ def forward(case: Case, portable: bool) -> dict[str, Call]:
     return checked(calls, 1e-2)
 
 
-def backward(case: Case, portable: bool, deterministic: bool = False) -> dict[str, Call]:
+def backward(case: Case, others: Others, deterministic: bool = False) -> dict[str, Call]:
     """Return the calls by contestant; torch cannot be asked for deterministic ones call by call."""
     dout, q, k, v = case.draw()
     causal = case.causal
     out, lse = kvlab.attention(q, k, v, causal=causal, return_lse=True)
 
-    def ours(hopper: bool = True) -> Any:
+    def ours(in_order: bool = deterministic, hopper: bool = True) -> Any:
         attention_backward.HOPPER = hopper
-        return kvlab.attention_backward(dout, q, k, v, out, lse, causal=causal, deterministic=deterministic)
+        return kvlab.attention_backward(dout, q, k, v, out, lse, causal=causal, deterministic=in_order)
 
     calls: dict[str, Call] = {"kvlab": ours}
-    if portable:
-        calls["kvlab portable"] = partial(ours, False)
+    if not deterministic:
+        calls["kvlab deterministic"] = partial(ours, True)
+    if others.before:
+        calls |= {
+            f"{name} before": of_sources(others.before, attention_backward, attention_backward, call)
+            for name, call in calls.items()
+        }
+    if others.portable:
+        calls["kvlab portable"] = partial(ours, hopper=False)
     for name, peer in peers("cuda").items():
         if deterministic and name != "fa4":
             continue
@@ -130,14 +167,15 @@ def backward(case: Case, portable: bool, deterministic: bool = False) -> dict[st
             print(f"{name}: {str(error)[:90]}", flush=True)
     for name, got, want in zip(("dq", "dk", "dv"), ours(), exact_gradients(case, dout, q, k, v), strict=True):
         compare(f"kvlab {case.name} {name}", got[0, :, : want.shape[1]], want, 1e-2)
+    if not all(map(torch.equal, ours(True), ours(True))):
+        raise AssertionError(f"kvlab {case.name}: two deterministic calls differ")
     return checked(calls, 2e-2)
 
 
-def short(case: Case, portable: bool) -> dict[str, Call]:
+def short(case: Case, others: Others) -> dict[str, Call]:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):  # of the forward, as autograd wants it
-        calls = backward(case, portable)
-        calls["kvlab deterministic"] = backward(case, False, deterministic=True)["kvlab"]
+        calls = backward(case, others)
     return {name: recorded(call, stream=stream) for name, call in calls.items()}
 
 
@@ -147,7 +185,7 @@ def ragged_bounds() -> list[int]:
     return [0, *np.round(np.cumsum(sizes) / sizes.sum() * TOTAL).astype(int).tolist()]
 
 
-def ragged(case: Case, portable: bool) -> dict[str, Call]:
+def ragged(case: Case, others: Others) -> dict[str, Call]:
     _, q, k, v = (x[0] for x in case.draw())
     even = list(range(0, TOTAL + 1, TOTAL // SEQUENCES))
     fixed = [x.reshape(SEQUENCES, -1, *x.shape[1:]) for x in (q, k, v)]
@@ -221,8 +259,17 @@ def host_us() -> dict[str, float]:
     cu = torch.tensor([0, 128], device="cuda", dtype=torch.int32)
     new = iter([[torch.randn_like(x) for x in (q, k, v)] for _ in range(600)])
     torchs = torch.nn.functional.scaled_dot_product_attention
+    groups = [torch.randn(64, 32, 128, device="cuda", dtype=torch.bfloat16) for _ in "ab"]
+    numbers = {name: torch.tensor(x, device="cuda", dtype=torch.int32) for name, x in LENGTHS.items()}
     leaves, of_torch = ([x.detach().requires_grad_() for x in xs] for xs in ((q, k, v), heads_first))
     dout = torch.randn_like(q)
+
+    def grouped(implementation: str) -> Any:
+        return kvlab.grouped_attention_varlen(
+            groups, *flat[1:], cu_seqlens_q_groups=[numbers["rows"]] * 2, cu_seqlens_k=numbers["keys"],
+            prefix_lens=[numbers["prefix"]] * 2, max_seqlen_q=64, max_seqlen_k=128,
+            implementation=implementation,
+        )  # fmt: skip
 
     def differentiated(function: Call, inputs: list[torch.Tensor], above: torch.Tensor) -> Any:
         return torch.autograd.grad(function(*inputs), inputs, above)
@@ -232,6 +279,8 @@ def host_us() -> dict[str, float]:
         "kvlab": lambda: kvlab.attention(q, k, v, causal=True),
         "kvlab with lse": lambda: kvlab.attention(q, k, v, causal=True, return_lse=True),
         "kvlab variable length": lambda: kvlab.attention_varlen(*flat, cu, cu, 128, 128, causal=True),
+        "kvlab, two groups, listed": partial(grouped, "listed"),
+        "kvlab, two groups, paired": partial(grouped, "paired"),
         "kvlab, other addresses each time": lambda: kvlab.attention(*next(new), causal=True),
         "torch SDPA and gradients": lambda: differentiated(
             partial(torchs, is_causal=True, enable_gqa=True), of_torch, dout.transpose(1, 2)
@@ -253,7 +302,7 @@ def host_us() -> dict[str, float]:
     return found
 
 
-WHAT: dict[str, tuple[list[Case], Callable[[Case, bool], dict[str, Call]], int]] = {
+WHAT: dict[str, tuple[list[Case], Callable[[Case, Others], dict[str, Call]], int]] = {
     "forward": ([*LONG, *BATCHES], forward, 4),
     "backward": ([*LONG, *BATCHES], backward, 10),
     "deterministic": ([*LONG, *BATCHES], partial(backward, deterministic=True), 10),
@@ -263,10 +312,10 @@ WHAT: dict[str, tuple[list[Case], Callable[[Case, bool], dict[str, Call]], int]]
 """Cases, the calls of one, and operations of a pair and channel."""
 
 
-def measure(case: Case, what: str, portable: bool) -> dict[str, float]:
+def measure(case: Case, what: str, others: Others) -> dict[str, float]:
     """Return TFLOPS by contestant."""
     _, make, each = WHAT[what]
-    calls = make(case, portable)
+    calls = make(case, others)
     if case.head_dim > 128:
         calls.pop("fa2", None)  # an order of magnitude slower than all others there
     lengths = dict.fromkeys(calls, [case.tokens] * case.batch)
@@ -286,6 +335,7 @@ def main() -> None:
     parser.add_argument("--only", choices=(*WHAT, "host"))
     parser.add_argument("--cases", default="", help='only those that contain this, as in "d128 causal"')
     parser.add_argument("--portable", action="store_true", help="time the kernel for other GPUs, too")
+    parser.add_argument("--before", type=Path, help="kernels/cuda of another checkout, to time it, too")
     options = parser.parse_args()
     clocks: dict[str, str] = {}
     results: list[dict[str, Any]] = []
@@ -299,7 +349,7 @@ def main() -> None:
         print(document["host us"])
     for what in (options.only,) if options.only else ("forward", "backward", "deterministic"):
         for case in (case for case in WHAT.get(what, ((),))[0] if options.cases in case.name):
-            found = measure(case, what, options.portable)
+            found = measure(case, what, Others(options.portable, options.before))
             best = max((x for name, x in found.items() if not name.startswith("kvlab")), default=0.0)
             results.append({"case": f"{what} {case.name}", "tflops": found, "best peer": best})
             rates = ", ".join(f"{name} {x:.0f}" for name, x in found.items())

@@ -8,9 +8,6 @@ it measures. ``python -m kvlab.lab.profiling PART`` makes the calls of a part on
 
 from __future__ import annotations
 
-import csv
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +19,7 @@ import numpy as np
 
 import kvlab
 from kvlab.jit.launch import Kernel, PreparedLaunch
+from kvlab.lab.counters import count
 from kvlab.lab.results import Row, provenance
 from kvlab.lab.targets import Machine, resolve
 from kvlab.lab.timing import time_in_turns
@@ -325,24 +323,8 @@ def _launches(call: Call) -> list[Row]:
 
 def _count(part: str, names: set[str]) -> tuple[list[Row], str | None]:
     """Ask ncu for its counters of a part's calls, in kernels of these names; rows, or why there are none."""
-    program = shutil.which("ncu")
-    if program is None:
-        return [], "ncu (Nsight Compute) is not on the path"
-    command = [
-        program, "--csv", "--clock-control", "none", "--metrics", ",".join(_METRICS), "--launch-count", "20",
-        "--kernel-name", f"regex:^({'|'.join(sorted(names))})$",
-        sys.executable, "-m", "kvlab.lab.profiling", part,
-    ]  # fmt: skip
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    lines = [line for line in answer.stdout.splitlines() if line.startswith('"')]
-    if answer.returncode != 0 or not lines:
-        said = [*answer.stdout.splitlines(), *answer.stderr.splitlines(), "nothing"]
-        return [], next((line for line in said if "ERR" in line or "Error" in line), said[-1])
-    found: dict[tuple[str, str], Row] = {}
-    for line in csv.DictReader(lines):
-        row = found.setdefault((line["ID"], line["Kernel Name"]), {"kernel": line["Kernel Name"]})
-        row[_METRICS[line["Metric Name"]]] = float(line["Metric Value"].replace(",", ""))
-    return list(found.values()), None
+    program = "-m", "kvlab.lab.profiling", part
+    return count(program, _METRICS, "|".join(sorted(names)), "--launch-count", "20")
 
 
 if __name__ == "__main__":

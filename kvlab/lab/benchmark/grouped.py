@@ -6,11 +6,14 @@ spaced. Heads are those of a model. On a GPU the calls stand beside FlashAttenti
 behind a copy that puts gathered keys in order, as users of ring-flash-attention do it; there keys come rank
 by rank.
 
-Bytes of K and V are theory: separate calls read each prefix, others the longest one once.
+Bytes of K and V are theory: separate calls read each prefix, others the longest one once. With Nsight Compute
+on the path each case also says what a GPU reads from memory. ``python -m kvlab.lab.benchmark.grouped HEADS
+HEADS_KV HEAD_DIM TOKENS ROWS,PREFIX ...`` makes the calls of a case for it.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,6 +25,7 @@ from kvlab.arguments import choice
 from kvlab.errors import needs_extra
 from kvlab.lab.benchmark.baseline import Options, check
 from kvlab.lab.benchmark.length_axes import label, new_figure
+from kvlab.lab.counters import count
 from kvlab.lab.results import Row
 from kvlab.lab.timing import time_in_turns
 from kvlab.ops.attention_call import MAX_GROUPS
@@ -35,6 +39,7 @@ __all__ = [
     "IMPLEMENTATIONS",
     "NOTE",
     "benchmark_grouped",
+    "bytes_read",
     "contestants",
     "draw",
     "flops",
@@ -47,9 +52,13 @@ CONFIGS = {"llama3-8b": (32, 8, 128), "llama3-70b": (64, 8, 128)}
 SEQLENS = {"cpu": "512,1K", "cuda": "4K,8K,16K,32K"}
 """Tokens, unless a caller says."""
 
-NOTE = "speedup: median over turns of the time of separate calls; kv gb: K and V that must be read, by theory"
+NOTE = (
+    "speedup: median over turns of the time of separate calls; kv gb: K and V that must be read, by theory; "
+    "read gb, l2 hits: what ncu counts, Q among it; - where it does not count"
+)
 
 _RANKS = 8
+_METRICS = {"dram__bytes_read.sum": "read_gb", "lts__t_sector_hit_rate.pct": "l2_hits"}
 IMPLEMENTATIONS = ("separate", "listed", "paired")
 
 
@@ -93,7 +102,7 @@ def benchmark_grouped(options: Options) -> list[Row]:
     -------
     list of dict
         ``tokens``, ``groups``, ``heads``, ``implementation``; ``ms``, ``p5_ms``, ``p95_ms``; ``speedup``;
-        ``tflops``; ``kv_gb``.
+        ``tflops``; ``kv_gb``; ``read_gb`` and ``l2_hits``, a percentage, or None.
 
     Raises
     ------
@@ -132,6 +141,7 @@ def _measure(tokens: int, number: int, shape: tuple[int, int, int], options: Opt
     separate = timings["separate"]
     prefixes = [keys for _, keys in groups]
     key_bytes = 2 * heads_kv * dim * (2 if options.device == "cuda" else 4)
+    counted = bytes_read(tokens, groups, shape)[0] if options.device == "cuda" else {}
     return [
         {
             "tokens": tokens,
@@ -144,6 +154,7 @@ def _measure(tokens: int, number: int, shape: tuple[int, int, int], options: Opt
             "speedup": timing.ratio_to(separate),
             "tflops": flops(groups, heads, dim) / timing.median / 1e12,
             "kv_gb": key_bytes * (max(prefixes) if name in ("listed", "paired") else sum(prefixes)) / 1e9,
+            **counted.get(name, dict.fromkeys(_METRICS.values())),
         }
         for name, timing in timings.items()
     ]
@@ -186,6 +197,38 @@ def contestants(
     if device == "cuda" and count == 2:
         calls["flash attention 2, keys copied"] = _flash(q, k, v, groups)
     return calls
+
+
+def bytes_read(
+    tokens: int, groups: list[tuple[int, int]], shape: tuple[int, int, int]
+) -> tuple[dict[str, Row], str | None]:
+    """Return what ncu counts of each implementation, or why there is nothing.
+
+    Parameters
+    ----------
+    tokens : int
+    groups : list of (int, int)
+        Rows and prefix of each.
+    shape : (int, int, int)
+        Query heads, KV heads, head dimension.
+    """
+    arguments = [*map(str, (*shape, tokens)), *(f"{rows},{keys}" for rows, keys in groups)]
+    launches, reason = count(
+        ("-m", __name__, *arguments), _METRICS, "attend", "--cache-control", "none",
+        "--profile-from-start", "off",
+    )  # fmt: skip
+    if reason is not None:
+        return {}, reason
+    of_call = dict(
+        zip(IMPLEMENTATIONS, (launches[: len(groups)], *([x] for x in launches[len(groups) :])), strict=True)
+    )
+    return {
+        name: {
+            "read_gb": sum(float(x["read_gb"] or 0) for x in own) / 1e9,
+            "l2_hits": sum(float(x["l2_hits"] or 0) for x in own) / len(own),
+        }
+        for name, own in of_call.items()
+    }, None
 
 
 def _flash(q: list[Any], k: Any, v: Any, groups: list[tuple[int, int]]) -> Callable[[], object]:
@@ -236,3 +279,20 @@ def draw(rows: Sequence[Row]) -> Figure:
     panels[0].set_ylabel("times faster than separate calls")
     panels[0].legend(frameon=False, fontsize=9)
     return figure
+
+
+def _make_calls(arguments: Sequence[str]) -> None:
+    """Make each implementation's call once, where ncu counts."""
+    heads, heads_kv, dim, tokens = map(int, arguments[:4])
+    groups = [(int(rows), int(keys)) for rows, keys in (x.split(",") for x in arguments[4:])]
+    calls = contestants(tokens, groups, (heads, heads_kv, dim), "cuda")
+    import torch
+
+    with torch.cuda.profiler.profile():
+        for name in IMPLEMENTATIONS:
+            calls[name]()
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    _make_calls(sys.argv[1:])

@@ -31,6 +31,7 @@ def test_rows_say_what_was_read_and_how_fast() -> None:
     assert separate["kv_gb"] == pytest.approx((64 + 208) * of_key)
     assert listed["kv_gb"] == paired["kv_gb"] == pytest.approx(208 * of_key)
     assert all(float(row["tflops"] or 0) > 0 for row in rows)
+    assert {row["read_gb"] for row in rows} == {None}
 
 
 def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,6 +44,29 @@ def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(RuntimeError, match="256 tokens, 2 groups, separate"):
         grouped.benchmark_grouped(SMALL)
+
+
+def test_bytes_that_ncu_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Those of separate calls are sums over groups, in the order of launches."""
+    lines = ['"ID","Kernel Name","Metric Name","Metric Value"']
+    for number, (read, hits) in enumerate(((1e9, 90), (3e9, 70), (2.5e9, 60), (2e9, 50))):
+        lines.append(f'"{number}","attend","dram__bytes_read.sum","{read:,.0f}"')
+        lines.append(f'"{number}","attend","lts__t_sector_hit_rate.pct","{hits}"')
+    ncu, answer = tmp_path / "ncu", "\n".join(["==PROF== Connected", *lines])
+    ncu.write_text(f"#!/bin/sh\necho \"$@\" > {tmp_path}/asked\ncat << 'END'\n{answer}\nEND\n")
+    ncu.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    counted, reason = grouped.bytes_read(512, [(32, 128), (32, 416)], (4, 2, 16))
+    assert reason is None
+    assert counted == {
+        "separate": {"read_gb": 4.0, "l2_hits": 80.0},
+        "listed": {"read_gb": 2.5, "l2_hits": 60.0},
+        "paired": {"read_gb": 2.0, "l2_hits": 50.0},
+    }
+    asked = (tmp_path / "asked").read_text()
+    assert asked.endswith("-m kvlab.lab.benchmark.grouped 4 2 16 512 32,128 32,416\n")
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert grouped.bytes_read(512, [(32, 128)], (4, 2, 16)) == ({}, "ncu (Nsight Compute) is not on the path")
 
 
 @pytest.mark.parametrize(
