@@ -161,3 +161,41 @@ def test_nothing_beyond_the_arrays_is_touched(edges: Edges, seed: int, variable:
             found = results(*call, options)
         for x, y in zip(found, results(*call, options), strict=True):
             assert x.tobytes() == y.tobytes()  # as in ordinary memory
+
+
+def grouped_results(
+    drawn: list[Drawn], lengths: list[np.ndarray], prefixes: list[np.ndarray], options: dict[str, Any]
+) -> list[np.ndarray]:
+    """outs, lses and the gradients of groups, whose arrays lie where CuPy's allocator puts them."""
+    count = len(prefixes)
+    *q, k, v = (x.placed() for x in drawn[: count + 2])
+    own = {
+        "cu_seqlens_q_groups": [uploaded(x) for x in lengths[:count]], "cu_seqlens_k": uploaded(lengths[-1]),
+        "prefix_lens": [uploaded(x) for x in prefixes],
+    } | options  # fmt: skip
+    outs, lses = kvlab.grouped_attention_varlen(q, k, v, return_lse=True, **own)
+    douts = [x.placed() for x in drawn[count + 2 :]]
+    dq, dk, dv = kvlab.grouped_attention_varlen_backward(
+        douts, q, k, v, outs, lses, deterministic=True, **own
+    )
+    cupy.cuda.Device().synchronize()
+    return [x.get() for x in (*outs, *lses, *dq, dk, dv)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_groups_touch_nothing_beyond_their_arrays(edges: Edges, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    for _ in range(20):
+        heads, kv_heads = HEADS[rng.integers(len(HEADS))]
+        dim, number, count = int(rng.choice(HEAD_DIMS)), int(rng.integers(1, 4)), int(rng.integers(1, 4))
+        own = rng.choice(LENGTHS, (count + 1, number))  # rows of each group, and keys
+        prefixes = [rng.integers(0, own[-1] + 1).astype(np.int32) for _ in range(count)]
+        lengths = [np.cumsum([0, *x]).astype(np.int32) for x in own]
+        of_q = [(int(x[-1]), heads, dim) for x in lengths[:count]]
+        shapes = [*of_q, *[(int(lengths[-1][-1]), kv_heads, dim)] * 2, *of_q]
+        call = [Drawn(rng, shape) for shape in shapes], lengths, prefixes
+        options = {"causal": bool(rng.integers(2))}
+        with cupy.cuda.using_allocator(edges.allocate):
+            found = grouped_results(*call, options)
+        for x, y in zip(found, grouped_results(*call, options), strict=True):
+            assert x.tobytes() == y.tobytes()  # as in ordinary memory
