@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvlab.reference import grouped as reference
-from tests.compare import each_sequence, low_precision_attention
+from kvlab.reference.attention import merge_attention as merge_exactly
+from tests.compare import each_sequence, low_precision_attention, low_precision_merge
 from tests.gradients import Gradients, low_precision_gradients
 from tests.gradients import each_sequence as gradients_of_each
 from tests.strategies import FLOATS, HEAD_PAIRS, SEEDS, head_dims, hostile_view, random_floats
@@ -141,6 +142,34 @@ def make_case(
     q = [random_floats(rng, (sum(x), heads[0], head_dim), dtype, (-3, 1)) for x in lengths]
     k, v = (random_floats(rng, (sum(k_lengths), heads[1], head_dim), dtype, (-3, 1)) for _ in "kv")
     return GroupedCase(q, k, v, lengths, prefixes, k_lengths, **options)
+
+
+def other_keys(case: GroupedCase, seed: int) -> GroupedCase:
+    """Return a call of the same queries on other keys, of which some sequences have none, without a mask."""
+    rng = np.random.default_rng(seed)
+    drawn = rng.integers(0, 90, len(case.k_lengths)) * (rng.random(len(case.k_lengths)) < 0.8)
+    k_lengths = [int(n) for n in drawn]
+    prefixes = [[int(rng.integers(0, n + 1)) for n in k_lengths] for _ in case.lengths]
+    shape = sum(k_lengths), *case.k.shape[1:]
+    k, v = (random_floats(rng, shape, case.k.dtype, (-3, 1)) for _ in "kv")
+    return replace(case, k=k, v=v, k_lengths=k_lengths, prefixes=prefixes, causal=False)
+
+
+def expected_of_parts(
+    parts: list[GroupedCase],
+) -> tuple[tuple[list[Array], list[Array]], tuple[list[Array], list[Array]]]:
+    """Return outs and lses over the keys of all parts in float64, and in the dtype of the queries."""
+    found = []
+    for merge, of_part in (
+        (merge_exactly, lambda case: case.expected), (low_precision_merge, lambda case: case.low_precision),
+    ):  # fmt: skip
+        each = [of_part(case) for case in parts]
+        pairs = [
+            merge([outs[g] for outs, _ in each], [lses[g] for _, lses in each])
+            for g in range(len(parts[0].q_groups))
+        ]
+        found.append(([out for out, _ in pairs], [lse for _, lse in pairs]))
+    return found[0], found[1]
 
 
 def in_segments(case: GroupedCase, segment_len: int, seed: int = 1) -> tuple[Array, Array, Array]:

@@ -27,6 +27,7 @@ from kvlab.ops.cuda import (
     attention_backward,
     attention_sm90,
     gathered,
+    grouped,
     grouped_backward,
     tile_list,
 )
@@ -91,18 +92,15 @@ class StandInGpu:
             monkeypatch.setattr(own, lambda device: {"compute_capability": (9, 0)})
         for module in (attention, attention_backward, gathered, launch):
             monkeypatch.setattr(module, "compute_capability", lambda device: (9, 0))
-        for module in (attention_sm90, attention_backward, gathered, grouped_backward, tile_list):
+        for module in (attention_sm90, attention_backward, gathered, grouped, grouped_backward, tile_list):
             monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
-        for module in (attention, attention_sm90, attention_backward, gathered, grouped_backward):
+        for module in (attention, attention_sm90, attention_backward, gathered, grouped, grouped_backward):
             if hasattr(module, "load"):
                 monkeypatch.setattr(module, "load", self._load)
             if hasattr(module, "stream_of"):
                 monkeypatch.setattr(module, "stream_of", lambda kind: lambda: STREAM)
-        monkeypatch.setattr(
-            tile_list,
-            "cuda_kernel",
-            lambda name, entry, macros, device: self._load(launch.build(name, dict(macros), "sm_90a"), entry),
-        )
+        for module in (tile_list, grouped):
+            monkeypatch.setattr(module, "cuda_kernel", self._kernel)
         self.forget()
 
     def forget(self) -> None:
@@ -111,10 +109,14 @@ class StandInGpu:
             attention_call._call_of, operation._row_into, attention._prepare_into, attention._prepare,
             attention._plan, attention_backward._prepare,
             attention_backward.plan_of, gathered._prepare, grouped_operation._checked,
-            grouped_backward._listed, launch._driver_error, tile_list._runtime,
+            grouped_operation._row_into, grouped._listed, grouped_backward._listed, launch._driver_error,
+            tile_list._runtime,
         )  # fmt: skip
         for function in remembered:
             function.cache_clear()
+
+    def _kernel(self, name: str, entry: str, macros: Any, device: int) -> Kernel:
+        return self._load(launch.build(name, dict(macros), "sm_90a"), entry)
 
     def _load(self, built: Any, entry: str | None = None, *, device: int = 0) -> Kernel:
         kernels = read_resources(built.cubin)

@@ -79,8 +79,9 @@ GROUPS = {
     "segment_table": (np.zeros((1, 1), np.int32), "array"),
     "segment_len": (8, "whole"),
     "sm_margin": (0, "count"),
+    "into": (([OUT[0]], [LSE[0]]), "results"),
 }
-ONLY_FORWARD = {"return_lse", "segment_table", "segment_len"}
+ONLY_FORWARD = {"return_lse", "segment_table", "segment_len", "into"}
 LAYER, MASK = {"layer": (0, "count")}, {"valid": (None, "mask")}
 OPTIONS: dict[str, tuple[Any, str]] = {
     "batch": (1, "count"),

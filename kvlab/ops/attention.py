@@ -30,7 +30,7 @@ from kvlab.ops.attention_call import (
 from kvlab.registry import ON_CUDA, ON_NUMBA, AtLeast, Implementation, choose, register, requirements_of, rows
 from kvlab.shapes import match_shapes
 
-__all__ = ["attention", "attention_varlen", "merge_attention"]
+__all__ = ["attention", "attention_varlen", "merge_attention", "merge_into"]
 
 _FLOATS = ("float16", "bfloat16", "float32")
 REQUIREMENTS: dict[str, Any] = {"dtype": _FLOATS, "head_dim": AtLeast(1)}
@@ -263,7 +263,12 @@ def _attend_into(
     if row is not None and row.launch(call, addresses):
         return
     found = _attend(_VARLEN, arrays, longest, options, True, sm_margin, backend)
-    kind = call.row.backend if call.row.backend in ("reference", "cpu", "cuda") else None
+    merge_into(into, found, call.row.backend)
+
+
+def merge_into(into: tuple[Any, Any], found: tuple[Any, Any], backend: str) -> None:
+    """Merge out and lse, float32, in place with those over other keys, by the backend that computed these."""
+    kind = backend if backend in ("reference", "cpu", "cuda") else None
     merged = merge_attention((into[0], _float32(found[0])), (into[1], _float32(found[1])), backend=kind)
     for x, new in zip(into, merged, strict=True):
         x[...] = new

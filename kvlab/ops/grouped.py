@@ -21,6 +21,7 @@ from kvlab.arguments import LONGEST, choice, flag, number, whole_number
 from kvlab.arrays import Array, ArrayT, CudaView, Device, numpy_dtype, one_device
 from kvlab.device import enough_memory
 from kvlab.ops.array_kinds import Kind, device_of_kind, dtype_of_kind, kinds_of, view_of
+from kvlab.ops.attention import merge_into
 from kvlab.ops.attention_call import MAX_GROUPS, Scores, scores_of
 from kvlab.registry import (
     ON_CUDA,
@@ -67,6 +68,7 @@ register(
     Implementation(_FORWARD, "cuda", "kvlab.ops.cuda.grouped:attend", HOPPER),
     Implementation(_FORWARD, "cuda", "kvlab.ops.cuda.grouped:attend_separately", GPU | ON_CUDA),
     Implementation(_FORWARD, "numba", "kvlab.ops.numba.grouped:attend_separately", GPU | ON_NUMBA),
+    Implementation("grouped_attention_into", "cuda", "kvlab.ops.cuda.grouped:attend_into", HOPPER),
 )  # fmt: skip
 
 
@@ -80,20 +82,25 @@ class GroupedArrays(NamedTuple):
     prefix_lens: Sequence[Any]
     cu_k: Any
     segments: Any = None
+    into: Any = None
 
     def named(self) -> tuple[list[Any], tuple[str, ...]]:
         """Return all arrays, in order, and their names."""
-        table = [] if self.segments is None else [self.segments]
-        arrays = [*self.q_groups, self.k, self.v, *self.cu_q, *self.prefix_lens, self.cu_k, *table]
-        return arrays, _names_of(len(self.q_groups), len(table))
+        rest = [] if self.segments is None else [self.segments]
+        for arrays in self.into or ():
+            rest += arrays
+        arrays = [*self.q_groups, self.k, self.v, *self.cu_q, *self.prefix_lens, self.cu_k, *rest]
+        return arrays, _names_of(len(self.q_groups), self.segments is not None, self.into is not None)
 
 
-@lru_cache(maxsize=2 * MAX_GROUPS)
-def _names_of(groups: int, tables: int) -> tuple[str, ...]:
-    q, cu_q, lens = (
-        [f"{name}[{g}]" for g in range(groups)] for name in ("q_groups", "cu_seqlens_q_groups", "prefix_lens")
+@lru_cache(maxsize=4 * MAX_GROUPS)
+def _names_of(groups: int, has_table: bool, merges: bool) -> tuple[str, ...]:
+    q, cu_q, lens, outs, lses = (
+        [f"{name}[{g}]" for g in range(groups)]
+        for name in ("q_groups", "cu_seqlens_q_groups", "prefix_lens", "into[0]", "into[1]")
     )
-    return (*q, "k", "v", *cu_q, *lens, "cu_seqlens_k", *["segment_table"] * tables)
+    table, into = ["segment_table"] * has_table, [*outs, *lses] * merges
+    return (*q, "k", "v", *cu_q, *lens, "cu_seqlens_k", *table, *into)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +123,7 @@ class GroupedCall:
     sm_margin: int
     segment_len: int | None
     return_lse: bool
+    merges: bool
 
     @property
     def rows(self) -> list[int]:
@@ -125,7 +133,7 @@ class GroupedCall:
     @property
     def names(self) -> tuple[str, ...]:
         """Of the arrays."""
-        return _names_of(self.groups, self.segment_len is not None)
+        return _names_of(self.groups, self.segment_len is not None, self.merges)
 
     @cached_property
     def views(self) -> tuple[CudaView, ...]:
@@ -157,6 +165,7 @@ def grouped_attention_varlen(
     segment_table: Array | None = None,
     segment_len: int | None = None,
     sm_margin: int = 0,
+    into: tuple[Sequence[ArrayT], Sequence[ArrayT]] | None = None,
     backend: str | None = None,
 ) -> list[ArrayT] | tuple[list[ArrayT], list[ArrayT]]:
     """Attention of groups of queries, each to a prefix of the keys of every sequence.
@@ -196,12 +205,16 @@ def grouped_attention_varlen(
         Tokens of a segment; on a GPU a multiple of 8. Goes with segment_table.
     sm_margin, backend
         As in `kvlab.attention`; ``"numba"`` has separate calls only.
+    into : (outs, lses), optional
+        Results of these queries over other keys, float32, in lists with one array a group. What these keys
+        give is merged into them in place, as `kvlab.attention_varlen` says, and they are what is returned;
+        ``"listed"`` and ``"paired"`` do it in the same kernel on Hopper.
 
     Returns
     -------
     outs : list of arrays, as q_groups
         On a GPU they may be parts of one array. 0 for rows that see no key.
-    lses : list of float32 arrays, (num_heads_q, total_q of the group), only if return_lse
+    lses : list of float32 arrays, (num_heads_q, total_q of the group), only if return_lse or into
         -inf for rows that see no key. The last axis is contiguous.
 
     Raises
@@ -232,20 +245,48 @@ def grouped_attention_varlen(
     >>> early.ravel(), late.ravel()
     (array([1., 2.], dtype=float32), array([3., 4.], dtype=float32))
     """
-    arrays = GroupedArrays(q_groups, k, v, cu_seqlens_q_groups, prefix_lens, cu_seqlens_k, segment_table)
+    arrays = GroupedArrays(
+        q_groups, k, v, cu_seqlens_q_groups, prefix_lens, cu_seqlens_k, segment_table, into
+    )
     if (segment_table is None) != (segment_len is None):
         given, missing = ("segment_len", "segment_table")[:: 1 if segment_table is None else -1]
         raise ValueError(f"{missing}=None, but {given} is given: pass both, or neither")
-    return_lse = flag(return_lse, "return_lse")
+    return_lse = flag(return_lse, "return_lse") or into is not None
     call, addresses = call_of(
         _FORWARD, arrays, flag(causal, "causal"), None if scale is None else number(scale, "scale"),
         implementation, (max_seqlen_q, max_seqlen_k), whole_number(sm_margin, "sm_margin", 0, LONGEST),
         backend, None if segment_len is None else whole_number(segment_len, "segment_len", 1, LONGEST),
         return_lse,
     )  # fmt: skip
+    if into is not None and (row := _row_into(call)) and row.launch(call, addresses):
+        return list(into[0]), list(into[1])
     with call.memory:
         outs, lses = call.row.launch(call, arrays, addresses)
+    if into is not None:
+        for old_out, old_lse, out, lse in zip(*into, outs, lses, strict=True):
+            merge_into((old_out, old_lse), (out, lse), call.row.backend)
+        return list(into[0]), list(into[1])
     return (outs, lses) if return_lse else outs
+
+
+def _check_into(into: Any, q_groups: Any) -> None:
+    if into is None:
+        return
+    if not isinstance(into, tuple | list) or len(into) != 2:
+        raise TypeError(f"into must be a tuple of two lists, outs and lses, got {type(into).__name__}")
+    for i, given in enumerate(into):
+        check_groups(f"into[{i}]", given, q_groups)
+
+
+@lru_cache(maxsize=1024)
+def _row_into(call: GroupedCall) -> Implementation | None:
+    """Find what attends and merges at once; None where that is one launcher after the other."""
+    requirements = {"dtype": call.dtype, "head_dim": call.sizes["D"], **requirements_of(call.device)}
+    requirements["implementation"] = call.implementation or IMPLEMENTATIONS[0]
+    for row in rows("grouped_attention_into"):
+        if (row.backend, row.device_kind) == (call.row.backend, call.device.kind):
+            return None if row.unsupported(requirements) else row
+    return None
 
 
 def call_of(
@@ -266,6 +307,7 @@ def call_of(
         ("prefix_lens", arrays.prefix_lens),
     ):  # fmt: skip
         check_groups(name, given, given if name == "q_groups" else arrays.q_groups)
+    _check_into(arrays.into, arrays.q_groups)
     if implementation is not None:
         choice(implementation, "implementation", IMPLEMENTATIONS)
     for value, name in zip(longest, ("max_seqlen_q", "max_seqlen_k"), strict=True):
@@ -276,7 +318,7 @@ def call_of(
     groups = len(arrays.q_groups)
     return _checked(
         operation, kinds, groups, causal, scale, implementation, longest, sm_margin, backend, segment_len,
-        return_lse,
+        return_lse, arrays.into is not None,
     ), addresses  # fmt: skip
 
 
@@ -294,8 +336,10 @@ _PATTERNS: dict[str, tuple[str, ...]] = {
     "q_groups": ("rows {}", "Hq", "D"), "k": ("total_k", "Hk", "D"), "v": ("total_k", "Hk", "D"),
     "cu_seqlens_q_groups": ("batch + 1",), "prefix_lens": ("batch",), "cu_seqlens_k": ("batch + 1",),
     "segment_table": ("batch", "most_segments"),
+    "into[0]": ("rows {}", "Hq", "D"), "into[1]": ("Hq", "rows {}"),
 }  # fmt: skip
-_LENGTHS = ("cu_seqlens_q_groups", "cu_seqlens_k", "prefix_lens", "segment_table")
+_DTYPES = dict.fromkeys(("cu_seqlens_q_groups", "cu_seqlens_k", "prefix_lens", "segment_table"), "int32")
+_DTYPES |= dict.fromkeys(("into[0]", "into[1]"), "float32")
 
 
 @lru_cache(maxsize=1024)
@@ -311,14 +355,16 @@ def _checked(
     backend: str | None,
     segment_len: int | None,
     return_lse: bool,
+    merges: bool,
 ) -> GroupedCall:
     shapes, devices = {}, {}
     dtype = dtype_of_kind(kinds[0], "q_groups[0]")
-    for name, kind in zip(_names_of(groups, segment_len is not None), kinds, strict=True):
-        argument, _, index = name.rstrip("]").partition("[")
-        found, is_length = dtype_of_kind(kind, name), argument in _LENGTHS
-        if found != ("int32" if is_length else dtype):
-            wanted = "int32" if is_length else f"{dtype}, as q_groups[0] has"
+    for name, kind in zip(_names_of(groups, segment_len is not None, merges), kinds, strict=True):
+        of_list, _, index = name.removesuffix("]").rpartition("[")
+        argument = of_list or name
+        found, fixed = dtype_of_kind(kind, name), _DTYPES.get(argument)
+        if found != (fixed or dtype):
+            wanted = fixed or f"{dtype}, as q_groups[0] has"
             raise TypeError(f"{name} has dtype {found}; it must be {wanted}")
         shapes[name] = kind[0], tuple(symbol.format(index) for symbol in _PATTERNS[argument])
         devices[name] = device_of_kind(kind, name)
@@ -359,6 +405,7 @@ def _checked(
         sm_margin,
         segment_len,
         return_lse,
+        merges,
     )
 
 

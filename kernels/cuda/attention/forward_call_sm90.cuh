@@ -31,13 +31,18 @@ constexpr int ENTRIES = GROUPED ? GROUPS : 1;  // of a tile
 constexpr int BARRIERS = 4 * STAGES + 3 * SLOTS + 2 * INFO_STAGES + 1;
 static_assert(KV_BLOCK % 1024 == 0, "swizzled blocks begin at multiples of 1024");
 
-struct Call {
+// Where results are, beside what the map of out says.
+struct Results {
     float* lse;  // [batch, heads_q, seqlen_q], or [heads_q, total_q]; null: not wanted
     i64 lse_batch, lse_head;
 #if MERGE
     float* out;  // [total_q, heads_q, dim]
     i64 out_position, out_head;
 #endif
+};
+
+struct Call {
+    Results results[MERGE ? QUERY_GROUPS : 1];  // where they are merged, each group has arrays of its own
 #if QUERY_GROUPS > 1
     float* parts;   // workspace of tiles split over keys
     int* arrivals;  // 0 between launches
@@ -51,7 +56,7 @@ struct Call {
     const int* segments;  // [sequences, num_segments], null where the keys of a sequence lie in a row
     int num_segments, segment_len, box;
 #endif
-    int first_row[QUERY_GROUPS];  // of out and lse of a group
+    int first_row[QUERY_GROUPS];  // of a group in its out and lse
     int unused;
 #endif
     const TileList* list;

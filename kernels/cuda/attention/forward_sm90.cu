@@ -124,6 +124,7 @@ __device__ __forceinline__ void finish_rows(const Softmax& softmax, float (&o)[S
                                             const Rows& rows, const Call& call, u32, int row,
                                             float scale_log2) {
     const int lane = threadIdx.x % 32;
+    const Results& results = call.results[group_of(t)];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         float sum = softmax.row_sum[half] + __shfl_xor_sync(ALL_LANES, softmax.row_sum[half], 1);
@@ -133,8 +134,9 @@ __device__ __forceinline__ void finish_rows(const Softmax& softmax, float (&o)[S
         const bool present = has_query(t, rows, call, own_row, own), seen = sum != 0.f;
         const int head = t.head_q + own_row - own * call.pack;
         const i64 position = out_start(t, call) + rows.position + own;
-        float* const lse = call.lse + head * call.lse_head + position;
-        float* const out = call.out + position * call.out_position + head * call.out_head + 2 * (lane % 4);
+        float* const lse = results.lse + head * results.lse_head + position;
+        float* const out =
+            results.out + position * results.out_position + head * results.out_head + 2 * (lane % 4);
         const float there = present ? *lse * LOG2E : -INFINITE;
         const bool merges = seen && there != -INFINITE, writes = present && (seen || there == -INFINITE);
         float2 old[HEAD_DIM / 8];
@@ -163,6 +165,7 @@ __device__ __forceinline__ void finish_rows(const Softmax& softmax, float (&o)[S
                                             const Rows& rows, const Call& call, u32 to, int row,
                                             float scale_log2) {
     const int lane = threadIdx.x % 32;
+    const Results& results = *call.results;
     float factor[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -171,10 +174,10 @@ __device__ __forceinline__ void finish_rows(const Softmax& softmax, float (&o)[S
         factor[half] = sum == 0.f ? 0.f : __fdividef(1.f, sum);
         const int own_row = row + 8 * half;
         int own;
-        if (call.lse && has_query(t, rows, call, own_row, own) && lane % 4 == 0) {
+        if (results.lse && has_query(t, rows, call, own_row, own) && lane % 4 == 0) {
             const int head = t.head_q + own_row - own * call.pack;
-            call.lse[t.sequence * call.lse_batch + head * call.lse_head + out_start(t, call) + rows.position +
-                     own] =
+            results.lse[t.sequence * results.lse_batch + head * results.lse_head + out_start(t, call) +
+                        rows.position + own] =
                 sum == 0.f ? -INFINITE : (softmax.row_max[half] * scale_log2 + __log2f(sum)) * LN2;
         }
     }
@@ -354,6 +357,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
 // gate: HEAD_DIM=96 BF16=1,0 BLOCK_N=112 SOFTCAP=0 GROUPS=3 Q_SLOTS=2 MERGE=1 registers<=128 arch=sm_90a
 // gate: HEAD_DIM=128 BF16=1,0 BLOCK_N=128 SOFTCAP=0 GROUPS=2 Q_SLOTS=2 MERGE=1 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=256 BF16=1,0 BLOCK_N=80 SOFTCAP=0 GROUPS=2 Q_SLOTS=1 MERGE=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=64 BF16=1,0 BLOCK_N=128 SOFTCAP=0 GROUPS=3 Q_SLOTS=2 QUERY_GROUPS=16 MERGE=1 registers<=128 arch=sm_90a
+// gate: HEAD_DIM=96 BF16=1,0 BLOCK_N=112 SOFTCAP=0 GROUPS=3 Q_SLOTS=2 QUERY_GROUPS=16 MERGE=1 registers<=128 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1,0 BLOCK_N=128 SOFTCAP=0 GROUPS=2 Q_SLOTS=2 QUERY_GROUPS=16 MERGE=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=256 BF16=1,0 BLOCK_N=80 SOFTCAP=0 GROUPS=2 Q_SLOTS=1 QUERY_GROUPS=16 MERGE=1 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=64,96,128 BF16=1,0 BLOCK_N=128 SOFTCAP=0 GROUPS=2 Q_SLOTS=2 QUERY_GROUPS=16 GATHERED=1 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=256 BF16=1,0 BLOCK_N=80 SOFTCAP=0 GROUPS=2 Q_SLOTS=1 QUERY_GROUPS=16 GATHERED=1 registers<=168 arch=sm_90a
 // clang-format on

@@ -30,6 +30,7 @@ from kvlab.ops.attention_arguments import (
     fields_of,
     is_aligned,
     is_capped,
+    strides_of,
 )
 from kvlab.ops.attention_call import MAX_GROUPS
 from kvlab.ops.cuda.attention_sm90 import SHAPES, shared_bytes
@@ -62,28 +63,51 @@ _LIST_CALL = Struct(
     ),
 )  # fmt: skip
 
-_CALL = Struct(
-    lse=ADDRESS, lse_batch="q", lse_head="q", parts=ADDRESS, arrivals=ADDRESS, segments=ADDRESS,
-    num_segments="i", segment_len="i", box="i", **{f"first_row{g}": "i" for g in _EACH}, unused="i",
-    list=ADDRESS, semaphore=ADDRESS,
-    **dict.fromkeys(("variable", "pack", "positions", "reciprocal", "dim", "left", "right"), "i"),
-    **dict.fromkeys(("scale", "softcap"), "f"),
-)  # fmt: skip
-_NUM_MAPS = MAX_GROUPS + 3  # q of each group that has rows, behind 16 of these k, v, out
-_ARGUMENT_BYTES = -(-(8 * MAP_WORDS * _NUM_MAPS + _CALL.size) // 64) * 64
 _LIST_WORD = _LIST_CALL.word("list")
-_FIRST_WORD = MAP_WORDS * _NUM_MAPS
-_LSE, _PARTS, _ARRIVALS, _SEGMENTS, _LIST, _SEMAPHORE = (
-    _FIRST_WORD + _CALL.word(name) for name in ("lse", "parts", "arrivals", "segments", "list", "semaphore")
-)
+
+_OF_LSE = {"lse": ADDRESS, "lse_batch": "q", "lse_head": "q"}
+_RESULTS = Struct(**_OF_LSE)  # of all groups
+_MERGED = Struct(**_OF_LSE, out=ADDRESS, out_position="q", out_head="q")  # of a group
+
+
+def _call_of(results: tuple[Struct, int]) -> Struct:
+    return Struct(
+        results=results, parts=ADDRESS, arrivals=ADDRESS, segments=ADDRESS,
+        num_segments="i", segment_len="i", box="i", **{f"first_row{g}": "i" for g in _EACH}, unused="i",
+        list=ADDRESS, semaphore=ADDRESS,
+        **dict.fromkeys(("variable", "pack", "positions", "reciprocal", "dim", "left", "right"), "i"),
+        **dict.fromkeys(("scale", "softcap"), "f"),
+    )  # fmt: skip
+
+
+_CALL, _MERGING_CALL = _call_of((_RESULTS, 1)), _call_of((_MERGED, MAX_GROUPS))
+_WRITTEN = ("results", "parts", "arrivals", "segments", "list", "semaphore")
+_KEY_MAPS = MAX_GROUPS  # behind q of each group that has rows: k, v, and out where it is not merged
 
 
 def attend(call: GroupedCall, arrays: GroupedArrays, addresses: Sequence[int]) -> tuple[list[Any], list[Any]]:
     """Launcher of backend "cuda" for Hopper: outs and lses, lists with one array a group."""
-    listed = _listed(call)
+    listed = _listed(call, False)
     if listed is None:
         return attend_separately(call, arrays, addresses)
     return listed(addresses)
+
+
+def attend_into(call: GroupedCall, addresses: Sequence[int]) -> bool:
+    """Launcher of backend "cuda" of attention that is merged into results over other keys; whether it ran.
+
+    It does not for arrays that the kernel does not take.
+    """
+    count = call.groups
+    outs, lses = (
+        [view for view, rows in zip(views, call.rows, strict=True) if rows]
+        for views in (call.views[-2 * count : -count], call.views[-count:])
+    )
+    suits = all(map(is_aligned, outs)) and all(lse.strides[1] == 1 or lse.shape[1] == 1 for lse in lses)
+    listed = _listed(call, True) if suits else None
+    if listed is not None:
+        listed(addresses)
+    return listed is not None
 
 
 def attend_separately(
@@ -94,7 +118,7 @@ def attend_separately(
 
 
 @lru_cache(maxsize=1024)
-def _listed(call: GroupedCall) -> ListedCall | None:
+def _listed(call: GroupedCall, merges: bool) -> ListedCall | None:
     """Prepare a call; None if it is to be computed separately."""
     count = call.groups
     present = [g for g in range(count) if call.rows[g]]
@@ -103,7 +127,7 @@ def _listed(call: GroupedCall) -> ListedCall | None:
         return None
     suits = all(map(is_aligned, views)) and all(map(can_be_mapped, views)) and not is_capped(call.scores)
     if suits:
-        return ListedCall(call, present)
+        return ListedCall(call, present, merges)
     if call.implementation is None:
         return None
     raise NotImplementedError(
@@ -121,6 +145,8 @@ class ListedCall:
     call : GroupedCall
     present : list of int
         The groups that have rows.
+    merges : bool
+        Whether the kernel merges into results over other keys; then there are no new ones.
 
     Attributes
     ----------
@@ -132,7 +158,7 @@ class ListedCall:
         Of a list.
     """
 
-    def __init__(self, call: GroupedCall, present: list[int]) -> None:
+    def __init__(self, call: GroupedCall, present: list[int], merges: bool = False) -> None:
         check_lengths(call)
         count = call.groups
         q_groups = [call.views[g] for g in present]
@@ -169,20 +195,20 @@ class ListedCall:
         bytes_of_parts = 4 * most_parts * entries * 128 * (head_dim // 2 + 4)
         self._new_list = allocator((begins[5] + bytes_of_parts,), "uint8", kind)
         total = (sum(rows), heads, dim)
-        self._new_out = allocator(total, first.dtype, kind)
-        self._new_lse = allocator((heads, sum(rows)), "float32", kind) if call.return_lse else None
+        self._new_out = None if merges else allocator(total, first.dtype, kind)
+        wants_lse = call.return_lse and not merges
+        self._new_lse = allocator((heads, sum(rows)), "float32", kind) if wants_lse else None
         self._stream = stream_of(kind)
-        starts = np.cumsum([0, *rows]).tolist()
         self._split_out, self._split_lse = (splitter(rows, axis, kind) for axis in (0, 1))
 
         # Places of addresses among those of a call: q, k, v; cu_seqlens, prefixes.
         self._mapped = [*present, count, count + 1]
-        self._num_lengths = 3 * count + 3  # a table of segments comes behind
+        self._table = 0 if call.segment_len is None else 3 * count + 3
         cu_q, lens = (range(_LIST_CALL.word(name), _LIST_CALL.size) for name in ("cu_q0", "prefix_lens0"))
         self._lengths = [
             *zip(cu_q, (count + 2 + g for g in present), strict=False),
             *zip(lens, (2 * count + 2 + g for g in present), strict=False),
-            (_LIST_CALL.word("cu_k"), self._num_lengths - 1),
+            (_LIST_CALL.word("cu_k"), 3 * count + 2),
         ]
         pairs = sequences * heads_kv
         bytes_of_keys = 4 * k.shape[0] * heads_kv * dim
@@ -198,24 +224,44 @@ class ListedCall:
         make_list = cuda_kernel("attention/grouped_list", "make_grouped_list", (), device)
         self._make_list = PreparedLaunch(make_list, (self.sections,), (_LIST_THREADS,), list_argument)
 
-        argument = np.zeros(_ARGUMENT_BYTES // 8, np.uint64)
-        of_call = _CALL.array(
+        struct, num_maps = (_MERGING_CALL, _KEY_MAPS + 2) if merges else (_CALL, _KEY_MAPS + 3)
+        first_word, starts = MAP_WORDS * num_maps, np.cumsum([0, *rows]).tolist()
+        first_rows = [0 if merges else starts[g] for g in present] + [0] * (MAX_GROUPS - len(present))
+        of_call = struct.array(
             {name: fields[name] for name in ("dim", "left", "right", "scale", "softcap")}
-            | {f"first_row{g}": starts[present[g]] if g < len(present) else 0 for g in _EACH}
+            | {f"first_row{g}": row for g, row in enumerate(first_rows)}
             | {"num_segments": call.sizes.get("most_segments", 0), "segment_len": call.segment_len or 0}
-            | {"lse_batch": 0, "box": box, "unused": 0}
-            | {"lse_head": sum(rows), "variable": 1}
+            | {"results": 0, "box": box, "unused": 0, "variable": 1}
             | {"pack": pack, "positions": positions, "reciprocal": -(-65536 // pack)}
         )
-        argument[_FIRST_WORD:][: _CALL.size // 8] = of_call.view(np.uint64)
+        of_results = of_call["results"][0]
+        of_results["lse_head"] = sum(rows)
+        self._merged = []  # words, and places of the addresses that they take
+        for i, g in enumerate(present if merges else ()):
+            out_place, lse_place = (len(call.names) - at + g for at in (2 * count, count))
+            of_results["lse_head"][i] = call.views[lse_place].strides[0]
+            strides = strides_of(f"into[0][{g}]", call.views[out_place])
+            of_results["out_position"][i], of_results["out_head"][i] = strides[1:]
+            begin = first_word + struct.word("results") + i * (_MERGED.size // 8)
+            self._merged += [
+                (begin + _MERGED.word("out"), out_place), (begin + _MERGED.word("lse"), lse_place)
+            ]  # fmt: skip
+        argument = np.zeros(-(-(8 * first_word + struct.size) // 64) * 8, np.uint64)
+        argument[first_word:][: struct.size // 8] = of_call.view(np.uint64)
         self._words = words_of(argument)
-        out = CudaView(0, total, (*contiguous_strides(total)[1:], 1), *first[3:])
-        of_q = [encoder_of(q, positions, pack) for q in q_groups]
-        of_keys = [encoder_of(x, box) for x in (k, v)]
-        places = [*range(len(present)), *range(MAX_GROUPS, _NUM_MAPS)]
-        self._maps = TensorMaps(self._words, *of_q, *of_keys, encoder_of(out, positions, pack), places=places)
+        self._places = [first_word + struct.word(name) for name in _WRITTEN]
+        encoders = [
+            *(encoder_of(q, positions, pack) for q in q_groups),
+            *(encoder_of(x, box) for x in (k, v)),
+        ]
+        if not merges:
+            out = CudaView(0, total, (*contiguous_strides(total)[1:], 1), *first[3:])
+            encoders.append(encoder_of(out, positions, pack))
+        places = [*range(len(present)), *range(_KEY_MAPS, num_maps)]
+        self._maps = TensorMaps(self._words, *encoders, places=places)
         macros = {"HEAD_DIM": head_dim, "BLOCK_N": block_n, "GROUPS": entries, "Q_SLOTS": q_slots}
         macros |= {"BF16": int(first.dtype == "bfloat16"), "SOFTCAP": 0, "QUERY_GROUPS": MAX_GROUPS}
+        macros |= {"MERGE": 1} if merges else {}
         kernel = load(build("attention/forward_sm90", macros, "sm_90a"), device=device)
         self._attend = PreparedLaunch(
             kernel, (min(self.capacity, blocks),), (128 + 128 * entries,), argument,
@@ -225,23 +271,27 @@ class ListedCall:
 
     def __call__(self, addresses: Sequence[int]) -> tuple[list[Any], list[Any]]:
         """Launch on the current stream of the arrays' library, given their addresses."""
-        out, out_at = self._new_out()
+        out, out_at = self._new_out() if self._new_out else (None, 0)
         lse, lse_at = self._new_lse() if self._new_lse else (None, 0)
         stream = self._stream()
         with self._lock:
             made, at = self._launch_list(addresses, stream)
             self._maps.point_to([*[addresses[place] for place in self._mapped], out_at])
             words = self._words
-            words[_LSE], words[_PARTS], words[_ARRIVALS] = (
+            results, parts, arrivals, segments, list_, semaphore = self._places
+            words[results], words[parts], words[arrivals] = (
                 lse_at,
                 at + self._parts_begin,
                 at + self._begins[1],
             )
-            words[_SEGMENTS] = sum(addresses[self._num_lengths :])
-            words[_LIST], words[_SEMAPHORE] = at, at + SEMAPHORE_OFFSET
+            words[segments] = addresses[self._table] if self._table else 0
+            words[list_], words[semaphore] = at, at + SEMAPHORE_OFFSET
+            for number, place in self._merged:
+                words[number] = addresses[place]
             self._attend(stream)
         del made  # stream-ordered: what reuses the memory comes after these launches
-        return self._split_out(out), [] if lse is None else self._split_lse(lse)
+        outs = [] if out is None else self._split_out(out)
+        return outs, [] if lse is None else self._split_lse(lse)
 
     def _launch_list(self, addresses: Sequence[int], stream: int) -> tuple[Any, int]:
         """Make a list on a stream, in new memory that begins with it and ends with the workspace of parts."""

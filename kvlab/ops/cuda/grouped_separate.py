@@ -73,7 +73,7 @@ def _separate_sequences(call: GroupedCall, addresses: Sequence[int]) -> list[tup
             addresses[count + 2 + g],
             addresses[2 * count + 2 + g],
         )
-    argument["cu_k"], argument["bounds"] = addresses[-1], at
+    argument["cu_k"], argument["bounds"] = addresses[3 * count + 2], at
     kernel = cuda_kernel("attention/prefixes", "cut_prefixes", (), call.device.index)
     grid = sequences // _THREADS + 1, count
     launch(kernel, grid, (_THREADS,), [np.frombuffer(argument.tobytes(), f"V{_CALL.size}")[0]], bounds)
