@@ -69,6 +69,13 @@ def test_command_works_without_any_optional_package(command: str) -> None:
     assert result.returncode == 0, result.stderr
 
 
+def test_env_works_where_text_is_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("LC_ALL", "C"), ("PYTHONUTF8", "0"), ("PYTHONCOERCECLOCALE", "0")):
+        monkeypatch.setenv(name, value)
+    result = python("sys.argv = ['kvlab', 'env', '--json']; from kvlab.cli import main; main()")
+    assert result.returncode == 0, result.stderr
+
+
 @pytest.mark.parametrize(("code", "missing", "extra"), NEEDS_EXTRA)
 def test_missing_extra_gives_one_line_that_says_what_to_install(
     code: str, missing: str, extra: str, tmp_path: Path

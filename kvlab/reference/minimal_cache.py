@@ -11,7 +11,8 @@
    rotated once; the output is rotated back once.
 
 What is left out here: packing codes into words (`kvlab.reference.pages`), positions, several rows, importance
-that is updated as attention is collected, and demoting tokens that are stored already.
+that is updated as attention is collected, demoting tokens that are stored already, rungs with unlike widths for
+K and V, signs of values before they are rotated, and scales of channels of keys that are too large.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ def build(
     k: Floats, v: Floats, importance: Floats, budget: int, ladder: tuple[int, ...] = (2, 3, 4, 8)
 ) -> Cache:
     """Store keys and values (n, head_dim) in at most `budget` bytes; `importance` (n,) is not negative."""
-    rotation, k_mean = hadamard(k.shape[1]), k[4:68].mean(axis=0)  # the first tokens are not typical
+    rotation, k_mean = hadamard(k.shape[1]), k[4:64].mean(axis=0)  # the first tokens are not typical
     order = np.argsort(-importance, kind="stable")
     k, v = (k - k_mean)[order] @ rotation, v[order] @ rotation
     widths = choose_widths(importance[order], k.shape[1], budget, ladder)
