@@ -29,15 +29,16 @@ import numpy as np
 import torch
 
 from kvlab.arrays import cuda_view
-from kvlab.cache import plan
 from kvlab.cache.cuda import GPU, GpuKernels
 from kvlab.cache.ladder import BITS, ERRORS, Bits, LayerFormat, parse_bits
+from kvlab.cache.plan import crop_bounds, spare_nbytes
 from kvlab.cache.score import Collector
 from kvlab.cache.store import STATE, DeviceStore
 from kvlab.lab.results import provenance
 from kvlab.lab.timing_gpu import recorded, time_by_events
 from kvlab.ops.cuda import packed as packed_cuda
 from kvlab.ops.cuda import pages as kernels
+from kvlab.ops.cuda import plan
 from kvlab.ops.cuda.packed import kept_quad_bytes
 from kvlab.pages import QUAD, TOKENS_PER_PAGE
 
@@ -91,7 +92,7 @@ class Model:
         self.ladder = plan.Ladder(costs, tuple(ERRORS[r.bits_k] + ERRORS[r.bits_v] for r in ladder))
         self.share = int(fraction * 4 * heads * HEAD_DIM * (self.window or tokens))
         like = torch.empty(1, device="cuda")
-        spare = lambda _, slab: plan.spare_nbytes(batch, heads, self.ladder, slab)  # noqa: E731
+        spare = lambda _, slab: spare_nbytes(batch, heads, self.ladder, slab)  # noqa: E731
         shares, windows = [self.share] * layers, [self.window] * layers
         self.store = DeviceStore(
             stores, batch, GPU, like, tokens + 1024, shares, spare, sliding_windows=windows
@@ -165,7 +166,7 @@ class Model:
             assert self.store.nbytes(layer, used[layer]) <= self.batch * self.share
 
     def decode(self, cycles: int) -> dict[str, float]:
-        bounds = plan.crop_bounds(self.shape(0), self.ladder, QUAD * TOKENS_PER_PAGE, 0)
+        bounds = crop_bounds(self.shape(0), self.ladder, QUAD * TOKENS_PER_PAGE, 0)
         workspace = plan.make_workspace(self.like, self.shape(0), self.layers, *bounds)
         append = [
             kernels.AppendCall(

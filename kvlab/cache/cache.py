@@ -8,8 +8,8 @@ What lies where: options.py (what a cache is told once, and bytes a row may take
 is fixed of a layer), importance.py and score.py (scores), frame.py (the mean taken off keys; waiting.py:
 tokens that wait for it), runner.py (checks and memory), step.py and prefill.py (steps of few and of many
 tokens), launches.py (a step's launches), store.py (pages and tables, beams, copies), reallocation.py and
-plan.py (plans, moves; `kvlab.ops.allocator`: the optimum), contents.py and persistence.py (files). An
-executor: cpu.py with cpu_rows.py, or cuda.py, whose launchers are in `kvlab.ops.cuda`.
+plan.py (plans, moves, their bytes; `kvlab.ops.allocator`: the optimum), contents.py and persistence.py
+(files). An executor: cpu.py with cpu_rows.py, or cuda.py, whose launchers are in `kvlab.ops.cuda`.
 """
 
 from __future__ import annotations

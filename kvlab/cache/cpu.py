@@ -24,12 +24,12 @@ from numpy.typing import NDArray
 from kvlab.arrays import CudaView, dtype_name, like_first, meant_strides, numpy_dtype, to_numpy_view
 from kvlab.cache.cpu_rows import MergedTokens, NewRow, copy_pages, freeze_row, take_rows
 from kvlab.cache.frame import ASKING, LAST, add_queries
-from kvlab.cache.importance import MOST_TOKENS, weight_of_collection
 from kvlab.cache.ladder import Rung, first_seen
-from kvlab.cache.plan import Ladder, PlanShape, choose_on_host, optimum
+from kvlab.cache.plan import choose_optimum
 from kvlab.cache.store import UNIT, WAITING_PAGES, DevicePages, DeviceStore, RowMove
 from kvlab.ops.cpu.exact import attend_exact, exact_mass
 from kvlab.ops.cpu.packed import attend_into, mass
+from kvlab.ops.cuda.plan import Ladder, PlanShape, hulls_of
 from kvlab.ops.packed import Window
 from kvlab.pages import (
     QUAD,
@@ -162,7 +162,7 @@ class CpuKernels:
         codes: int = 0, valid: int = 0, positions: int = 0, num_new: int = 0, first_position: int = 0,
         window: int = 0, floor: int = 0, rewind: int = 0, allocator: str = "greedy",
     ) -> None:  # fmt: skip
-        """`kvlab.cache.plan.launch_plan`: layers are planned side by side, always as if `cropped`."""
+        """`kvlab.ops.cuda.plan.launch_plan`: layers are planned side by side, always as if `cropped`."""
         from kvlab.numba_kernels.cpu.cache_groups import NewTokens, Rules
         from kvlab.numba_kernels.cpu.cache_plan import choose_levels, count_tokens, finish_plan
 
@@ -192,10 +192,9 @@ class CpuKernels:
                 groups, weights, bytes_left = count_tokens(tables, levels, rules, new)
                 if allocator == "dp":
                     chunks = chunks_of(groups, weights, store.batch)
-                    chosen, status = choose_on_host(
-                        optimum, ladder, rules.evicts, window, *chunks, bytes_left
+                    groups.chosen[:], status = choose_optimum(
+                        ladder, rules.evicts, window, *chunks, bytes_left
                     )
-                    groups.chosen[:] = chosen
                 else:
                     uniform = allocator == "uniform"
                     status = choose_levels(levels, rules, groups, weights, bytes_left, uniform)
@@ -366,13 +365,12 @@ class CpuKernels:
     # ---- importance ----------------------------------------------------------------------------------------
 
     def score_stored(
-        self, first: int, scores: Any, lse: Any, *, importance: str, decay: float, tokens: int, counted: int,
+        self, first: int, scores: Any, lse: Any, *, importance: str, take: float, span: int, counted: int,
         stream: int,
     ) -> None:  # fmt: skip
-        """`kvlab.cache.score.score_stored`."""
+        """`kvlab.ops.cuda.scores.score_stored`."""
         from kvlab.numba_kernels.cpu.cache_write import follow_mass
 
-        take, span = weight_of_collection(decay, tokens)
         for layer, (kept, total) in enumerate(zip(scores, lse, strict=True), first):
             if not kept.size:
                 continue
@@ -387,19 +385,19 @@ class CpuKernels:
 
     @staticmethod
     def score_new(
-        q: CudaView, k: CudaView, lse: Any, codes: Any, *, scale: float, softcap: float = 0.0, stream: int
-    ) -> None:
-        """`kvlab.cache.score.score_new`: the attention that new tokens get from the last rows."""
+        q: CudaView, k: CudaView, lse: Any, codes: Any, *, rows: int, scale: float, softcap: float = 0.0,
+        stream: int,
+    ) -> None:  # fmt: skip
+        """`kvlab.ops.cuda.scores.score_new`: the attention that new tokens get from the last rows."""
         queries, keys = view_at(q).astype(np.float32), view_at(k).astype(np.float32)
         total = np.where(np.isfinite(lse), lse, np.float32(np.inf))
-        visible, rows = np.ones(keys.shape[:2], bool), min(queries.shape[1], MOST_TOKENS)
-        last = np.ascontiguousarray(queries[:, -rows:])
+        visible, last = np.ones(keys.shape[:2], bool), np.ascontiguousarray(queries[:, -rows:])
         mass = exact_mass(last, np.ascontiguousarray(keys), visible, scale, softcap, total)
         codes[...] = encode_importance(np.nan_to_num(mass)).reshape(codes.shape)
 
     @staticmethod
     def score_norms(k: Any, codes: Any, importance: str, stream: int) -> None:
-        """`kvlab.cache.score.score_norms`."""
+        """`kvlab.ops.cuda.scores.score_norms`."""
         if importance == "uniform":
             codes[...] = encode_importance(np.ones(1))[0]
         elif importance == "recency":
@@ -658,14 +656,9 @@ def levels_of(ladder: Ladder) -> Any:
     """A ladder as the planner's kernels take it."""
     from kvlab.numba_kernels.cpu.cache_groups import Levels
 
-    n = len(ladder.cost)
-    rate, level, edges = np.zeros((n, n), np.float32), np.zeros((n, n), np.int64), np.zeros(n, np.int64)
-    for top in range(n):
-        found = ladder.edges(top)
-        edges[top] = len(found)
-        for i, (to, saved) in enumerate(found):
-            rate[top, i], level[top, i] = saved, to
-    return Levels(np.array(ladder.cost, np.int64), rate, level, edges)
+    hulls = hulls_of(ladder)
+    levels, edges = (hulls[name].astype(np.int64) for name in ("level", "edges"))
+    return Levels(np.array(ladder.cost, np.int64), np.ascontiguousarray(hulls["rate"]), levels, edges)
 
 
 @lru_cache(maxsize=64)

@@ -22,10 +22,10 @@ from kvlab.arrays import (
     to_device,
     to_host,
 )
-from kvlab.cache import plan, score
 from kvlab.cache.ladder import Rung
+from kvlab.cache.plan import choose_optimum
 from kvlab.cache.store import STATE, DevicePages, DeviceStore, PagesOfRows, RowMove
-from kvlab.ops.cuda import packed
+from kvlab.ops.cuda import packed, plan, scores
 from kvlab.ops.cuda import pages as kernels
 from kvlab.ops.device_arrays import contiguous, copied
 
@@ -53,15 +53,16 @@ class GpuKernels:
     def make_workspace(
         self, shape: plan.PlanShape, layers: int, most_new_pages: int, most_dropped: int
     ) -> plan.Workspace:
-        """Memory for plans; see `kvlab.cache.plan.make_workspace`."""
+        """Memory for plans; see `kvlab.ops.cuda.plan.make_workspace`."""
         return plan.make_workspace(self.store.like, shape, layers, most_new_pages, most_dropped)
 
     def launch_plan(
         self, first: int, layers: int, workspace: plan.Workspace, ladder: plan.Ladder, stream: int,
         **rules: Any,
     ) -> None:  # fmt: skip
-        """Plan layers of one ladder; rules as for `kvlab.cache.plan.launch_plan`."""
+        """Plan layers of one ladder; rules as for `kvlab.ops.cuda.plan.launch_plan`."""
         states = self.store.states_pointer
+        rules["choose"] = choose_optimum if rules["allocator"] == "dp" else None
         plan.launch_plan(states, first, layers, workspace, ladder, STATE.itemsize, stream, **rules)
 
     def write_tokens(self, first: int, layers: int, lists: int, groups: int, new: Any, stream: int) -> None:
@@ -144,12 +145,12 @@ class GpuKernels:
 
     # ---- importance ----------------------------------------------------------------------------------------
 
-    def score_stored(self, first: int, scores: Any, lse: Any, **options: Any) -> None:
-        """Update the importance of stored tokens; options as of `kvlab.cache.score.score_stored`."""
-        score.score_stored(self._states(first), scores, lse, **options)
+    def score_stored(self, first: int, kept: Any, lse: Any, **options: Any) -> None:
+        """Update the importance of stored tokens; options as of `kvlab.ops.cuda.scores.score_stored`."""
+        scores.score_stored(self._states(first), kept, lse, **options)
 
-    score_new = staticmethod(score.score_new)
-    score_norms = staticmethod(score.score_norms)
+    score_new = staticmethod(scores.score_new)
+    score_norms = staticmethod(scores.score_norms)
 
 
 class GpuExecutor:
@@ -211,7 +212,7 @@ class GpuExecutor:
 
     def aligned(self, view: CudaView) -> bool:
         """Whether `score_new` can read the vectors of an array."""
-        return score.lies_in_units(view)
+        return scores.lies_in_units(view)
 
     def score_memory(self, shape: Sequence[int], like: Any) -> Any:
         """Memory for kept scores: `score_stored` asks for those of all pages before it knows which live."""

@@ -1,273 +1,36 @@
-"""The planner of caches on a GPU: five launches decide what becomes of the pages of any number of layers.
+"""Bytes of plans: what always suffices, what a plan may add and drop, and the choice of allocator "dp".
 
-``kvlab.reference.cache_plan`` says what is decided, ``kernels/cuda/plan/plan.cu``, ``plan/moves.cu`` and
-``plan/tables.cu`` do it on `LayerState` structs in device memory. A call waits for nothing and allocates
-nothing: what happened is in the tables, in the lists of moves (`Workspace.move_lists`), which whoever called
-has carried out before anything else reads the pages, and in each layer's status.
+``kvlab.reference.cache_plan`` says what a plan decides; kvlab/ops/cuda/plan.py launches it on a GPU, cpu.py
+on a CPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import cuda_view, empty, overwrite, to_device, to_host
-from kvlab.device import compute_capability
-from kvlab.jit.build import arch_of, build
-from kvlab.jit.launch import Kernel, PreparedLaunch, load
 from kvlab.ops.allocator import allocate
-from kvlab.ops.device_arrays import shared_memory_per_block
+from kvlab.ops.cuda.plan import OVER_BUDGET, Ladder, PlanShape
 from kvlab.pages import TOKENS_PER_PAGE
 
 __all__ = [
-    "RETRY",
-    "Ladder",
-    "PlanShape",
-    "Workspace",
     "ample_nbytes",
     "choose_on_host",
+    "choose_optimum",
     "crop_bounds",
     "decode_bounds",
-    "launch_plan",
-    "make_workspace",
     "optimum",
     "smallest_nbytes",
     "spare_nbytes",
-    "workspace_nbytes",
 ]
 
-OVER_BUDGET, RETRY = 1, 8
-"""Bits of a layer's status, as `PlanStatus` of state.cuh: rows are larger than they may be; call again."""
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
-_PAGE, _KEYS, _RUNGS, _RUN = TOKENS_PER_PAGE, 256, 16, 1 << 16
-_STATIC = 8 << 10  # bytes of shared memory that choose_rungs has beside the weights of chunks, or fewer
-_HULL = np.dtype([("rate", "f4", _RUNGS), ("level", "i4", _RUNGS), ("edges", "i4")])
-_FIELDS = (
-    "starts", "tokens", "kinds", "weight", "runs", "bytes_left", "chosen", "extra", "new_pages", "first",
-    "list", "sequence", "keys", "stay", "after", "role", "role_after", "table", "freed", "holes",
-    "beyond_end", "head", "moves0", "moves1", "begins0", "begins1", "copies",
-)  # fmt: skip
-_NUMBERS = (
-    "segments", "chunks", "most_new_pages", "most_dropped",
-    "num_new", "first_position", "sink", "recent", "lookahead", "by_position", "window", "choice",
-    "held", "cropped", "rewind",
-)  # fmt: skip
-_CALL = np.dtype(
-    [
-        ("hulls", _HULL, _RUNGS + 1),
-        ("cost", "i4", _RUNGS + 1),
-        *((name, "u8") for name in ("layers", "codes", "valid", "positions", *_FIELDS)),
-        ("fixed_bytes", "i8"),
-        ("floor", "u8"),
-        *((name, "i4") for name in _NUMBERS),
-    ],
-    align=True,
-)
-_CHOICES = ("greedy", "uniform", "dp")
-"""`Choice` of plan.cuh."""
-_LIST = np.dtype([(name, "u8") for name in ("moves", "begins", "num_groups", "copies", "num_copies")])
-
-
-@dataclass(frozen=True)
-class Ladder:
-    """Bytes that a page counts and loss of its tokens at each level, lowest first; level 0 may be eviction.
-
-    Examples
-    --------
-    >>> [level for level, _ in Ladder((10, 20, 30), (8.0, 7.5, 1.0)).edges(2)]
-    [2]
-    """
-
-    cost: tuple[int, ...]
-    loss: tuple[float, ...]
-
-    def edges(self, top: int) -> list[tuple[int, np.float32]]:
-        """Corners of the lower convex hull of (bytes, loss) up to a level, but for the lowest one.
-
-        Of each: its level, and the loss that a byte saves on the way to it.
-        """
-        found: list[tuple[int, np.float32]] = []
-        here = 0
-        while True:
-            rates = {
-                level: (self.loss[here] - self.loss[level]) / (self.cost[level] - self.cost[here])
-                for level in range(here + 1, top + 1)
-                if self.cost[level] > self.cost[level - 1]  # not at the window's, behind a rung of width 16
-            }
-            if not rates:
-                return found
-            here = max(rates, key=lambda level: rates[level])
-            found.append((here, np.float32(rates[here])))
-
-
-@dataclass(frozen=True)
-class PlanShape:
-    """Sizes of the layers that a workspace serves.
-
-    Attributes
-    ----------
-    batch, heads, entries : int
-        Of the page tables.
-    num_rungs : int
-        Rungs that hold pages; `evicts`: whether tokens may be dropped besides.
-    segments : int
-        Runs of 65,536 positions, counted to the last position that an open page is made for.
-    new_tokens : int
-        Most new tokens of a call.
-    """
-
-    batch: int
-    heads: int
-    entries: int
-    num_rungs: int
-    evicts: bool
-    segments: int
-    new_tokens: int
-
-    @property
-    def chunks(self) -> int:
-        """Most chunks of a (row, head, segment): a page each, but for one of every class."""
-        return min(_RUN // _PAGE, self.entries + self.new_tokens // _PAGE) + self.num_rungs + 1
-
-
-@dataclass(frozen=True)
-class Workspace:
-    """Device memory that plans work in, and the moves that the last one has decided; from `make_workspace`.
-
-    Attributes
-    ----------
-    shape : PlanShape
-    layers : int
-        Most layers of a call.
-    most_new_pages, most_dropped : int
-        Most pages of a layer that a call may add and drop.
-    memory, lists : uint8 arrays
-        The memory, and the MoveList structs of both phases.
-    call : structured array, (1,)
-        The argument of the kernels; its addresses are laid down.
-    lists_pointer : int
-        Address of `lists`.
-    sizes, offsets : dict
-        Bytes of an array of one layer, and where it begins in `memory`, by name.
-    launches : dict
-        By number of layers, what `launch_plan` launches.
-    """
-
-    shape: PlanShape
-    layers: int
-    most_new_pages: int
-    most_dropped: int
-    memory: Any
-    lists: Any
-    call: Any
-    lists_pointer: int
-    sizes: dict[str, int]
-    offsets: dict[str, int]
-    launches: dict[int, list[PreparedLaunch]] = field(default_factory=dict)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the device."""
-        return int(self.memory.shape[0] + self.lists.shape[0])
-
-    def move_lists(self, phase: int) -> int:
-        """Return the address of MoveList[layers] of a phase; entry i is of the last call's i-th layer."""
-        return self.lists_pointer + phase * self.layers * _LIST.itemsize
-
-    def max_groups(self, phase: int) -> int:
-        """Most destination pages of a layer in a phase."""
-        return self.most_dropped * _PAGE if phase else self.most_new_pages
-
-
-def make_workspace(
-    like: Any, shape: PlanShape, layers: int, most_new_pages: int, most_dropped: int
-) -> Workspace:
-    """Allocate what calls for `layers` layers need, in the framework and on the device of `like`.
-
-    A call adds at most `most_new_pages` pages to a layer and drops at most `most_dropped`; see
-    `decode_bounds`. A prefill of n tokens adds at most ``batch * heads * (n // 16 + 1 + segments)`` pages
-    besides the stored ones it demotes.
-    """
-    sizes = _sizes(shape, most_new_pages, most_dropped)
-    offsets, total = {}, 0
-    for name, size in sizes.items():
-        offsets[name] = total
-        total += -(-layers * size // 256) * 256
-    memory = empty((total,), "uint8", like)
-    if not shape.batch:  # no plan is launched, and what carries out its moves must find none
-        memory[...] = 0
-    view = cuda_view(memory, "memory")
-    start, held = view.pointer, _held(shape, view.device)
-    call = np.zeros(1, _CALL)
-    for name in _FIELDS:
-        call[name] = start + offsets[name]
-    call["segments"], call["chunks"] = shape.segments, shape.chunks
-    call["most_new_pages"], call["most_dropped"], call["held"] = most_new_pages, most_dropped, held
-    lists = np.zeros((2, layers), _LIST)
-    at = {name: start + offsets[name] + np.arange(layers) * sizes[name] for name in _FIELDS}
-    for phase in range(2):
-        addresses = (
-            at[f"moves{phase}"],
-            at[f"begins{phase}"],
-            at["head"] + 4 * phase,
-            at["copies"],
-            at["head"] + 8,
-        )
-        for name, address in zip(_LIST.names or (), addresses, strict=True):
-            lists[name][phase] = address
-    on_device = to_device(lists.reshape(-1).view(np.uint8), like)
-    return Workspace(
-        shape,
-        layers,
-        most_new_pages,
-        most_dropped,
-        memory,
-        on_device,
-        call,
-        cuda_view(on_device, "x").pointer,
-        sizes,
-        offsets,
-    )
-
-
-def workspace_nbytes(shape: PlanShape, most_new_pages: int, most_dropped: int) -> int:
-    """Return the bytes of a workspace for one layer; arguments as of `make_workspace`."""
-    return sum(_sizes(shape, most_new_pages, most_dropped).values())
-
-
-def _held(shape: PlanShape, device: int) -> int:
-    """Chunks of a row, 4 bytes each, that a block holds in shared memory; 0 if they are too many."""
-    chunks = shape.heads * shape.segments * shape.chunks
-    return chunks if 4 * chunks <= shared_memory_per_block(device) - _STATIC else 0
-
-
-def _sizes(shape: PlanShape, most_new_pages: int, most_dropped: int) -> dict[str, int]:
-    """Bytes of every array of the workspace for one layer."""
-    num_bh = shape.batch * shape.heads
-    groups, rungs, classes = num_bh * shape.segments, shape.num_rungs, shape.num_rungs + 1
-    levels, entries = rungs + shape.evicts, num_bh * shape.entries
-    return {
-        "starts": 4 * groups * classes * _KEYS, "tokens": 4 * groups * classes, "kinds": 12 * groups * rungs,
-        "weight": 4 * groups * shape.chunks, "runs": 16 * groups * classes,
-        "bytes_left": 8 * shape.batch,
-        "chosen": 4 * groups * classes * levels,
-        "extra": 4 * groups, "new_pages": 4 * groups * rungs, "first": 4 * groups * rungs,
-        "list": 4 * groups * rungs, "sequence": 4 * groups * rungs, "keys": _PAGE * entries,
-        "stay": 2 * entries, "after": entries,
-        "role": 8 * groups, "role_after": 8 * groups, "table": 8 * entries,
-        "freed": 4 * most_dropped, "holes": 4 * most_dropped, "beyond_end": most_dropped, "head": 24,
-        "moves0": 16 * most_new_pages * _PAGE, "moves1": 16 * most_dropped * _PAGE,
-        "begins0": 4 * (most_new_pages + 1), "begins1": 4 * (most_dropped * _PAGE + 1),
-        "copies": 16 * most_dropped,
-    }  # fmt: skip
+_PAGE, _RUN = TOKENS_PER_PAGE, 1 << 16
 
 
 def decode_bounds(shape: PlanShape, ladder: Ladder) -> tuple[int, int]:
@@ -437,157 +200,8 @@ def choose_on_host(
     return chosen.reshape(batch * groups, classes, levels), status
 
 
-@lru_cache(maxsize=64)
-def _hulls(ladder: Ladder) -> Any:
-    hulls = np.zeros(_RUNGS + 1, _HULL)
-    for top in range(len(ladder.cost)):
-        edges = ladder.edges(top)
-        hulls[top]["edges"] = len(edges)
-        for i, (level, rate) in enumerate(edges):
-            hulls[top]["level"][i], hulls[top]["rate"][i] = level, rate
-    return hulls
-
-
-@lru_cache(maxsize=16)
-def _kernels(device: int) -> dict[str, Kernel]:
-    arch = arch_of(*compute_capability(device))
-    sources = {
-        "plan/plan": ("count_keys", "choose_rungs", "allocate_pages"),
-        "plan/moves": ("plan_moves",),
-        "plan/tables": ("make_tables",),
-    }
-    return {
-        entry: load(build(name, {"BF16": 0}, arch), entry, device=device)
-        for name, entries in sources.items()
-        for entry in entries
-    }
-
-
-def launch_plan(
-    states: int,
-    first: int,
-    layers: int,
-    workspace: Workspace,
-    ladder: Ladder,
-    state_nbytes: int,
-    stream: int,
-    *,
-    sink: int,
-    recent: int,
-    lookahead: int,
-    fixed_nbytes: int,
-    by_position: bool = False,
-    cropped: bool = False,
-    window: int = 0,
-    floor: int = 0,
-    rewind: int = 0,
-    allocator: str = "greedy",
-    codes: int = 0,
-    valid: int = 0,
-    positions: int = 0,
-    num_new: int = 0,
-    first_position: int = 0,
-) -> None:
-    """Plan layers `first` to `first + layers - 1`: five launches on a stream of the workspace's device.
-
-    Parameters
-    ----------
-    states : int
-        Address of the layers' LayerState structs, `state_nbytes` each; they share `ladder` and the shape.
-    workspace : Workspace
-        For at least so many layers. Its move lists are valid until its next call.
-    ladder : Ladder
-    sink, recent, lookahead : int
-        As in `kvlab.reference.cache_plan.plan`; lookahead at most 16.
-    fixed_nbytes : int
-        Bytes of a row beside pages and their table entries.
-    by_position : bool
-        Importance follows from the position alone.
-    cropped : bool
-        Pages may hold tokens at or beyond the end of their rows, which the plan drops.
-    window : int
-        Newest positions that stay at the top rung, which is theirs alone.
-    floor : int
-        What the weights of all tokens have more than their importance, together, in units of 2**-32.
-    rewind : int
-        Tokens that layers with a sliding window keep beyond those that the next query sees.
-    allocator : {"greedy", "dp", "uniform"}
-        "dp" chooses on the host, so that the call waits for the device.
-    codes, valid, positions, num_new, first_position : int
-        New tokens: addresses of their importance (num_bh, num_new) uint8, of what is no padding
-        (batch, num_new) uint8 or 0, of their positions (batch, num_new) int32 or 0 if these follow each
-        other, their number and first position. The rows have `first_position + num_new` tokens with them.
-
-    Raises
-    ------
-    ValueError
-        If the workspace is too small for the call.
-    """
-    shape = workspace.shape
-    if layers > workspace.layers or num_new > shape.new_tokens:
-        raise ValueError(
-            f"the workspace serves {workspace.layers} layers and {shape.new_tokens} new tokens; "
-            f"{layers} and {num_new} were asked for: make a larger one"
-        )
-    call = workspace.call[0]
-    call["hulls"], call["cost"][: len(ladder.cost)] = _hulls(ladder), ladder.cost
-    call["layers"], call["codes"], call["valid"] = states + first * state_nbytes, codes, valid
-    call["positions"] = positions
-    call["fixed_bytes"], call["num_new"], call["first_position"] = fixed_nbytes, num_new, first_position
-    call["cropped"], call["floor"], call["rewind"] = cropped, floor, rewind
-    call["sink"], call["recent"], call["lookahead"] = sink, recent, lookahead
-    call["by_position"], call["window"], call["choice"] = by_position, window, _CHOICES.index(allocator)
-    if layers not in workspace.launches:
-        workspace.launches[layers] = _launches(workspace, layers)
-    for number, launch in enumerate(workspace.launches[layers]):
-        launch(stream)
-        if number == 1 and allocator == "dp":
-            _choose_optimum(workspace, layers, ladder, window)
-
-
-def _choose_optimum(workspace: Workspace, layers: int, ladder: Ladder, window: int) -> None:
-    """Choose levels on the host, from the weights of chunks; waits for the device."""
-    shape, classes = workspace.shape, workspace.shape.num_rungs + 1
-    groups = shape.batch * shape.heads * shape.segments
-
-    def array(name: str) -> Any:
-        start = workspace.offsets[name]
-        return workspace.memory[start : start + layers * workspace.sizes[name]]
-
-    weight = to_host(array("weight")).view(np.float32).reshape(layers, groups, shape.chunks)
-    runs = to_host(array("runs")).view(np.int32).reshape(layers, shape.batch, -1, classes, 4)
-    bytes_left = to_host(array("bytes_left")).view(np.int64).reshape(layers, shape.batch)
-    chosen = np.empty((layers, groups, classes, len(ladder.cost)), np.int32)
-    for layer in range(layers):
-        chunks = runs[layer, ..., 0].reshape(groups, classes)
-        parts = [
-            weight[layer, g, start : start + n]
-            for g in range(groups)
-            for n, start in zip(chunks[g], runs[layer, ..., 2].reshape(groups, classes)[g], strict=True)
-        ]
-        chosen[layer], _ = choose_on_host(
-            optimum, ladder, shape.evicts, window,
-            chunks.reshape(shape.batch, -1, classes).astype(np.int64),
-            np.concatenate(parts), bytes_left[layer],
-        )  # fmt: skip
-    overwrite(array("chosen"), chosen.reshape(-1).view(np.uint8))
-
-
-def _launches(workspace: Workspace, layers: int) -> list[PreparedLaunch]:
-    """The launches of a plan of so many layers, in their order."""
-    shape = workspace.shape
-    groups = shape.batch * shape.heads * shape.segments
-    if not groups:
-        return []
-    kernels = _kernels(cuda_view(workspace.memory, "memory").device)
-    counters = 4 * (shape.num_rungs + 1) * _KEYS
-    return [
-        PreparedLaunch(kernels[entry], (blocks, layers), (threads,), workspace.call, shared_bytes, early=True)
-        for entry, blocks, threads, shared_bytes in (
-            ("count_keys", groups, 256, counters),
-            ("choose_rungs", shape.batch, 1024, 4 * int(workspace.call["held"][0])),
-            ("allocate_pages", 1, 256, 0),
-            ("plan_moves", groups * (shape.num_rungs + (shape.new_tokens > 0)), 256, 0),
-            ("make_tables", shape.batch * shape.heads, 512, 0),
-        )
-    ]
+def choose_optimum(
+    ladder: Ladder, evicts: int, window: int, chunks: Ints, weights: Floats, bytes_left: Ints
+) -> tuple[Ints, int]:
+    """`choose_on_host` for allocator "dp"."""
+    return choose_on_host(optimum, ladder, evicts, window, chunks, weights, bytes_left)

@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 from kvlab.arrays import CudaView, dtype_name
 from kvlab.cache.importance import MOST_TOKENS
 from kvlab.cache.options import RowBudgets
-from kvlab.cache.plan import Workspace
 from kvlab.cache.reallocation import PendingWrite
 from kvlab.cache.store import named_pages
 from kvlab.cache.waiting import Merged, merged_tokens, put_new
 from kvlab.ops.attention import attention, attention_varlen
 from kvlab.ops.cuda import pages as kernels
+from kvlab.ops.cuda.plan import Workspace
 from kvlab.pages import decode_importance, encode_importance
 
 if TYPE_CHECKING:
@@ -73,7 +73,9 @@ def step(
             cache, layer, q, views[0], out, lse, valid, scale, softcap, collects, stream
         )
     if observed:
-        cache.kernels.score_new(views[0], views[1], lse, codes, scale=scale, softcap=softcap, stream=stream)
+        cache.kernels.score_new(
+            views[0], views[1], lse, codes, rows=MOST_TOKENS, scale=scale, softcap=softcap, stream=stream
+        )
         _ask_function(cache, layer, codes, valid)
     else:
         cache.kernels.score_norms(k, codes, cache.settings.importance, stream)

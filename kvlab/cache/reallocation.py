@@ -1,4 +1,4 @@
-"""Reallocation of pages, decided and carried out: a plan (plan.py), its moves and its page copies.
+"""Reallocation of pages, decided and carried out: a plan, its moves and its page copies.
 
 At decode a plan serves any number of layers at once, and the host waits for nothing. New tokens of long steps
 are enqueued layer by layer: where the arena cannot hold old and new pages at the same time, a plan demotes
@@ -18,21 +18,11 @@ import numpy as np
 
 from kvlab.cache.ladder import ERRORS, LayerFormat
 from kvlab.cache.options import RowBudgets
-from kvlab.cache.plan import (
-    OVER_BUDGET,
-    RETRY,
-    Ladder,
-    PlanShape,
-    Workspace,
-    ample_nbytes,
-    crop_bounds,
-    smallest_nbytes,
-    spare_nbytes,
-    workspace_nbytes,
-)
+from kvlab.cache.plan import ample_nbytes, crop_bounds, smallest_nbytes, spare_nbytes
 from kvlab.cache.store import DeviceStore
 from kvlab.device import translated_out_of_memory
 from kvlab.ops.cuda import pages as kernels
+from kvlab.ops.cuda.plan import OVER_BUDGET, RETRY, Ladder, PlanShape, Workspace, workspace_nbytes
 from kvlab.pages import QUAD, TOKENS_PER_PAGE
 
 __all__ = ["LOOKAHEAD", "Reallocator", "ladder_of"]
@@ -73,7 +63,7 @@ class Reallocator:
     by_position : bool
         Importance is recency.
     window, allocator
-        As for `kvlab.cache.plan.launch_plan`.
+        As for `kvlab.ops.cuda.plan.launch_plan`.
     floor : float
         Importance that all tokens of a head have more than they collect, together; attention is 1.
     takes_mean, holds_waiting, sliding_windows, rewind

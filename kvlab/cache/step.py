@@ -22,12 +22,12 @@ from kvlab.cache.frame import LAST
 from kvlab.cache.ladder import Layer, first_seen, reach_of
 from kvlab.cache.launches import KnownStep, Lse, StepCalls
 from kvlab.cache.options import RowBudgets
-from kvlab.cache.plan import Workspace
 from kvlab.cache.reallocation import LOOKAHEAD, Reallocator, ladder_of
 from kvlab.cache.score import Collector
 from kvlab.cache.store import move_rows, reorder_rows
 from kvlab.cache.waiting import Merged, Waiting, merged_tokens, waits_within
 from kvlab.ops.cuda import pages as kernels
+from kvlab.ops.cuda.plan import Workspace
 from kvlab.pages import TOKENS_PER_PAGE
 
 __all__ = ["DeviceCache", "DeviceState", "RowBudgetsOf", "Settings"]

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from kvlab.arrays import numpy_dtype
 from kvlab.cache.cpu import CpuKernels
-from kvlab.cache.importance import make_policy
+from kvlab.cache.importance import make_policy, weight_of_collection
 from kvlab.cache.ladder import LayerFormat, parse_bits
-from kvlab.cache.plan import PlanShape, ample_nbytes, spare_nbytes
+from kvlab.cache.plan import ample_nbytes, spare_nbytes
 from kvlab.cache.reallocation import ladder_of
 from kvlab.cache.store import UNIT, DeviceStore, named_pages
 from kvlab.ops.attention import attention
 from kvlab.ops.cuda.pages import NEW_TOKENS, OBSERVED, new_tokens
+from kvlab.ops.cuda.plan import PlanShape
 from kvlab.ops.packed import packed_attention
 from kvlab.pages import (
     DECODED,
@@ -252,9 +253,9 @@ def test_importance_follows_what_tokens_receive(kernels: Kernels, importance: st
     found = packed_attention(q, store.pages(0), keep_scores=rows, backend="cpu")
     scores = found.scores.view(np.uint8).reshape(1, *found.scores.shape[:3], -1)
     before = store.arenas[0].copy()
+    take, span = weight_of_collection(0.8, tokens)
     driver.kernels.score_stored(
-        0, scores, found.lse[None], importance=importance, decay=0.8, tokens=tokens,
-        counted=2, stream=0,
+        0, scores, found.lse[None], importance=importance, take=take, span=span, counted=2, stream=0,
     )  # fmt: skip
     policy, changed = make_policy(importance, 0.8), 0
     total = found.lse.reshape(BATCH, HEADS, GROUP, rows).swapaxes(2, 3).reshape(BATCH, HEADS, -1, 1)
@@ -285,7 +286,7 @@ def test_new_tokens_are_scored_by_what_they_receive() -> None:
     lse = attention(q, k, k, causal=True, return_lse=True)[1]
     lse[0, :, 80] = np.inf  # padding
     codes = np.zeros((2, n), np.uint8)
-    CpuKernels.score_new(view(q, "q"), view(k, "k"), lse, codes, scale=dim**-0.5, stream=0)
+    CpuKernels.score_new(view(q, "q"), view(k, "k"), lse, codes, rows=64, scale=dim**-0.5, stream=0)
     keys = np.repeat(k.astype(np.float64), 2, 2)
     scores = np.einsum("shd,thd->hst", q[0].astype(np.float64), keys[0]) / np.sqrt(dim)
     probability = np.exp(np.where(np.tri(n, dtype=bool), scores, -np.inf) - lse[0][..., None])[:, 26:]

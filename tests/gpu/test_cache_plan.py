@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvlab.cache import plan
+from kvlab.cache.plan import choose_optimum, crop_bounds, decode_bounds
 from kvlab.cache.store import STATE
+from kvlab.ops.cuda import plan
 from kvlab.reference.cache_layer import RETRY, Change, Layer, Tokens
 from tests.plans import LADDERS, PAGE, Simulation, draw_tokens, empty_layer, story_budget
 
@@ -79,6 +80,7 @@ class Device:
                 arguments = {"codes": code.data_ptr(), "valid": valid.data_ptr(), "num_new": steps}
                 arguments["first_position"] = new[number].first
             count = 1 if new else len(self.layers)
+            arguments["choose"] = choose_optimum if options.get("allocator") == "dp" else None
             plan.launch_plan(
                 self.states.data_ptr(), number, count, workspace, ladder, STATE.itemsize,
                 torch.cuda.current_stream().cuda_stream, sink=simulation.sink, recent=simulation.recent,
@@ -189,9 +191,9 @@ def run_story(story: dict[str, Any]) -> int:
             raise AssertionError("no end")
         settle(most)
     shape = plan.PlanShape(batch, heads, entries, 1, False, 2, 0)
-    bounds = plan.decode_bounds(shape, LADDERS[name][0])
+    bounds = decode_bounds(shape, LADDERS[name][0])
     if story["reach"]:  # between two plans so many tokens leave the sliding window
-        bounds = plan.crop_bounds(shape, LADDERS[name][0], PAGE, 0)
+        bounds = crop_bounds(shape, LADDERS[name][0], PAGE, 0)
     for step in range(story["steps"]):
         for simulation in simulations:
             simulation.append(rng.integers(0, 256, (batch * heads, 16)).astype(np.uint8))

@@ -16,10 +16,10 @@ from kvlab.numba_kernels.cpu.cache_write import follow_mass
 
 from kvlab import last_backend
 from kvlab.arrays import cuda_view
-from kvlab.cache import score
 from kvlab.cache.cpu import _scale_of_importance
-from kvlab.cache.importance import SPAN, make_policy, weight_of_collection
+from kvlab.cache.importance import MOST_TOKENS, SPAN, make_policy, weight_of_collection
 from kvlab.ops.cuda.packed import kept_quad_bytes
+from kvlab.ops.cuda.scores import score_new, score_norms, score_stored
 from kvlab.ops.packed import mass_from_scores
 from kvlab.pages import decode_importance, encode_importance
 from kvlab.reference import packed as reference
@@ -77,8 +77,15 @@ def test_attention_of_the_last_rows(
     mass, lse = column_mass(exact_q, exact_k, min(n, 64), scale, softcap)
     codes = torch.zeros((6, n), dtype=torch.uint8, device="cuda")
     whole = torch.from_numpy(lse.astype(np.float32)).cuda()
-    score.score_new(
-        cuda_view(q, "q"), cuda_view(k, "k"), whole, codes, scale=scale, softcap=softcap, stream=stream()
+    score_new(
+        cuda_view(q, "q"),
+        cuda_view(k, "k"),
+        whole,
+        codes,
+        rows=MOST_TOKENS,
+        scale=scale,
+        softcap=softcap,
+        stream=stream(),
     )
     found = codes.cpu().numpy()
     expected = encode_importance(mass.reshape(6, n))
@@ -98,20 +105,28 @@ def test_strided_rows_without_keys_and_keys_that_are_padding() -> None:
     q, k = fused[:, :, :6], fused[:, :, 6:8]
     codes = torch.zeros((4, n), dtype=torch.uint8, device="cuda")
     whole = torch.from_numpy(lse.astype(np.float32)).cuda()
-    score.score_new(cuda_view(q, "q"), cuda_view(k, "k"), whole, codes, scale=0.1, stream=stream())
+    score_new(
+        cuda_view(q, "q"), cuda_view(k, "k"), whole, codes, rows=MOST_TOKENS, scale=0.1, stream=stream()
+    )
     assert_close(codes.cpu().numpy(), encode_importance(mass.reshape(4, n)))
     k[:, 3] = float("nan")
     again = torch.zeros_like(codes)
-    score.score_new(cuda_view(q, "q"), cuda_view(k, "k"), whole, again, scale=0.1, stream=stream())
+    score_new(
+        cuda_view(q, "q"), cuda_view(k, "k"), whole, again, rows=MOST_TOKENS, scale=0.1, stream=stream()
+    )
     assert bool((again[:, 3] == 0).all())
     again[:, 3] = codes[:, 3]
     assert torch.equal(again, codes)
     whole[1] = float("-inf")
-    score.score_new(cuda_view(q, "q"), cuda_view(k, "k"), whole, again, scale=0.1, stream=stream())
+    score_new(
+        cuda_view(q, "q"), cuda_view(k, "k"), whole, again, rows=MOST_TOKENS, scale=0.1, stream=stream()
+    )
     assert not bool(again[2:].any())
     assert bool(again[:2].any())
     whole[1], q[1] = float("inf"), float("nan")  # the same of padding whose queries are anything
-    score.score_new(cuda_view(q, "q"), cuda_view(k, "k"), whole, codes, scale=0.1, stream=stream())
+    score_new(
+        cuda_view(q, "q"), cuda_view(k, "k"), whole, codes, rows=MOST_TOKENS, scale=0.1, stream=stream()
+    )
     assert torch.equal(again, codes)
 
 
@@ -119,10 +134,14 @@ def test_vectors_between_16_bytes_are_refused() -> None:
     q = torch.zeros((1, 4, 2, 132), dtype=torch.float16, device="cuda")[..., 4:]
     lse, codes = torch.zeros((1, 2, 4), device="cuda"), torch.zeros((2, 4), dtype=torch.uint8, device="cuda")
     with pytest.raises(ValueError, match="multiples of 16 bytes"):
-        score.score_new(cuda_view(q, "q"), cuda_view(q, "k"), lse, codes, scale=1.0, stream=stream())
+        score_new(
+            cuda_view(q, "q"), cuda_view(q, "k"), lse, codes, rows=MOST_TOKENS, scale=1.0, stream=stream()
+        )
     q, lse = q.contiguous(), torch.zeros((1, 2, 8), device="cuda")[..., ::2]
     with pytest.raises(ValueError, match="lse must be contiguous"):
-        score.score_new(cuda_view(q, "q"), cuda_view(q, "k"), lse, codes, scale=1.0, stream=stream())
+        score_new(
+            cuda_view(q, "q"), cuda_view(q, "k"), lse, codes, rows=MOST_TOKENS, scale=1.0, stream=stream()
+        )
 
 
 def stored_layer() -> tuple[Simulation, Device, torch.Tensor, np.ndarray, torch.Tensor, np.ndarray]:
@@ -192,11 +211,11 @@ def test_codes_are_those_of_the_cpu_for_the_same_mass(importance: str, tokens: i
     kept[0, ..., :64] = in_order((255 + 8 * orders).clip(0).reshape(2, 2, QUADS, 64))
     kept[0, ..., 64:68] = np.zeros(4, np.uint8)  # the reference of the row
     device = Device([layer])
-    score.score_stored(
-        device.states.data_ptr(), torch.from_numpy(kept).cuda(), torch.zeros((1, 2, 2, 1), device="cuda"),
-        importance=importance, decay=0.75, tokens=tokens, counted=0, stream=stream(),
-    )  # fmt: skip
     take, span = weight_of_collection(0.75, tokens)
+    score_stored(
+        device.states.data_ptr(), torch.from_numpy(kept).cuda(), torch.zeros((1, 2, 2, 1), device="cuda"),
+        importance=importance, take=take, span=span, counted=0, stream=stream(),
+    )  # fmt: skip
     follow_mass(
         tables_of(layer), np.exp2(orders).astype(np.float32), layer.seqlen, np.float32(take), span,
         importance == "forecast", *_scale_of_importance(),
@@ -213,13 +232,14 @@ def test_stored_tokens_follow_what_they_receive(importance: str, own: int) -> No
     unused = np.isnan(hostile.cpu().numpy()[:, :, :, 0])
     kept = np.stack([kept_bytes(exact, unused), kept_bytes(exact - 2, unused)])
     kept[:, 0, 1, :, 64 * 6 + 4 * 3 :][..., :4] = np.float32([np.nan]).view(np.uint8)
-    score.score_stored(
+    take, span = weight_of_collection(0.75, TOKENS)
+    score_stored(
         device.states.data_ptr(),
         torch.from_numpy(kept).cuda(),
         torch.stack([lse, lse]),
         importance=importance,
-        decay=0.75,
-        tokens=TOKENS,
+        take=take,
+        span=span,
         counted=own,
         stream=stream(),
     )
@@ -256,12 +276,12 @@ def test_norms_ages_and_ones(dtype: torch.dtype) -> None:
     k, exact = k.clone(), exact.copy()
     k[0, 0], exact[0, 0] = 0, 0
     codes = torch.zeros((6, 70), dtype=torch.uint8, device="cuda")
-    score.score_norms(k, codes, "key_norm", stream())
+    score_norms(k, codes, "key_norm", stream())
     norm = np.sqrt((exact**2).sum(-1)).swapaxes(1, 2).reshape(6, 70)
     assert np.array_equal(
         codes.cpu().numpy(), encode_importance(1 / np.maximum(norm.astype(np.float32), 1e-6))
     )
-    score.score_norms(k, codes, "recency", stream())
+    score_norms(k, codes, "recency", stream())
     assert np.array_equal(codes.cpu().numpy()[3], encode_importance(1 / np.arange(70, 0, -1)))
-    score.score_norms(k, codes, "uniform", stream())
+    score_norms(k, codes, "uniform", stream())
     assert bool((codes == 192).all())

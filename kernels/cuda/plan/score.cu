@@ -276,7 +276,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 // ---- From queries and keys
 
-struct Sight {
+struct ScoreNew {
     const u16 *q, *k;  // [batch][seqlen][heads_q][HEAD_DIM], [batch][seqlen][heads][HEAD_DIM] by strides
     const float* lse;  // [batch][heads_q][seqlen]: over all keys; rows that are not finite count nothing
     u8* codes;         // [num_bh][seqlen]
@@ -303,33 +303,33 @@ __device__ __forceinline__ void load_row(const u8* row, int u, u32 (&x)[2 * STEP
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) score_new(const __grid_constant__ Sight sight) {
+extern "C" __global__ void __launch_bounds__(THREADS) score_new(const __grid_constant__ ScoreNew call) {
     __shared__ __align__(16) u8 queries[ROWS * STRIDE];
     __shared__ float base[ROWS];  // lse, base 2; +infinity: the row counts nothing
     __shared__ int last[ROWS];    // the last key that the row sees
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, u = lane % 4;
-    const int bh = blockIdx.y, batch = bh / sight.heads, head = bh % sight.heads;
-    const int first_key = (blockIdx.x * WARPS + warp) * KEYS, rows = sight.window * sight.group;
+    const int bh = blockIdx.y, batch = bh / call.heads, head = bh % call.heads;
+    const int first_key = (blockIdx.x * WARPS + warp) * KEYS, rows = call.window * call.group;
     u32 keys[TILES][2 * STEPS];
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
-        const int key = min(first_key + 8 * t + g, sight.seqlen - 1);
-        load_row((const u8*)(sight.k + batch * sight.k_batch + key * sight.k_step + head * sight.k_head), u,
+        const int key = min(first_key + 8 * t + g, call.seqlen - 1);
+        load_row((const u8*)(call.k + batch * call.k_batch + key * call.k_step + head * call.k_head), u,
                  keys[t]);
     }
     float sum[TILES][2] = {};
-    const float unit = sight.softcap > 0.f ? sight.scale / sight.softcap : sight.scale * LOG2E;
+    const float unit = call.softcap > 0.f ? call.scale / call.softcap : call.scale * LOG2E;
 #pragma unroll 1
     for (int first = 0; first < rows; first += ROWS) {
         __syncthreads();  // the rows before have been used
         for (int i = threadIdx.x; i < ROWS * (HEAD_DIM / 8); i += THREADS) {
             const int row = i / (HEAD_DIM / 8), part = i % (HEAD_DIM / 8), r = min(first + row, rows - 1);
-            const int step = sight.seqlen - sight.window + r % sight.window;
-            const int query = head * sight.group + r / sight.window;
+            const int step = call.seqlen - call.window + r % call.window;
+            const int query = head * call.group + r / call.window;
             const u16* from =
-                sight.q + batch * sight.q_batch + step * sight.q_step + query * sight.q_head + 8 * part;
+                call.q + batch * call.q_batch + step * call.q_step + query * call.q_head + 8 * part;
             const float whole =
-                sight.lse[((u64)batch * sight.heads * sight.group + query) * sight.seqlen + step];
+                call.lse[((u64)batch * call.heads * call.group + query) * call.seqlen + step];
             const bool counts = first + row < rows && fabsf(whole) < INFINITE;
             *(uint4*)(queries + row * STRIDE + 16 * part) = counts ? *(const uint4*)from : uint4{};
             if (part) continue;
@@ -358,7 +358,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_new(const __grid_con
 #pragma unroll
                     for (int j = 0; j < 2; ++j) {
                         float x = c[t][2 * half + j] * unit;
-                        if (sight.softcap > 0.f) x = sight.softcap * LOG2E * tanhf(x);
+                        if (call.softcap > 0.f) x = call.softcap * LOG2E * tanhf(x);
                         const bool sees = first_key + 8 * t + 2 * u + j <= end;
                         sum[t][j] += sees ? power_of_2(x - whole) : 0.f;
                     }
@@ -372,8 +372,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_new(const __grid_con
 #pragma unroll
             for (int bit = 4; bit < 32; bit *= 2) sum[t][j] += __shfl_xor_sync(ALL_LANES, sum[t][j], bit);
             const int key = first_key + 8 * t + 2 * u + j;
-            if (g == 0 && key < sight.seqlen)
-                sight.codes[(u64)bh * sight.seqlen + key] =
+            if (g == 0 && key < call.seqlen)
+                call.codes[(u64)bh * call.seqlen + key] =
                     encode_importance(finite(sum[t][j] / (float)rows));
         }
 }

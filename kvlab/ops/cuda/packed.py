@@ -223,8 +223,8 @@ def attend(
         As in `kvlab.ops.packed.packed_attention`.
     scores : array, optional
         Receives the scores of the last rows; contiguous. float32 (batch, num_heads_kv, entries / 4,
-        keep_scores * group, 64), or what `kvlab.cache.score.score_stored` reads: uint8 (batch, num_heads_kv,
-        entries / 4, kept_quad_bytes(keep_scores * group)).
+        keep_scores * group, 64), or what `kvlab.ops.cuda.scores.score_stored` reads: uint8 (batch,
+        num_heads_kv, entries / 4, kept_quad_bytes(keep_scores * group)).
     window : Window, optional
         How far queries see back; its positions are read on the device, contiguous. `pages` has `base` then.
     warps : int

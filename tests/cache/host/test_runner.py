@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvlab.cache import plan, prefill
+from kvlab.cache import prefill
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.cache.cuda import GPU
 from kvlab.errors import BudgetError
+from kvlab.ops.cuda import plan
 from kvlab.ops.packed import packed_attention
 from kvlab.pages import encode_importance
 from tests.cache.host.cases import DIM, GROUP, HEADS, LAYERS, check_state, draw, make, step
