@@ -46,15 +46,12 @@ class Policy:
     update : callable
         `update(previous, observed, positions, seqlen, tokens) -> scores`, arrays of one shape; `previous` is
         None for tokens seen for the first time, `tokens` have come since the last collection.
-    by_position : bool
-        The score follows from position and length alone, so it is computed anew whenever it is needed.
     made_from : tuple
         Arguments of `make_policy`, from which a pickle makes it again: functions inside others have none.
     """
 
     observes: Literal["mass", "key_norm", "nothing"]
     update: PolicyFunction
-    by_position: bool = False
     made_from: tuple[Any, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -156,7 +153,7 @@ def make_policy(importance: Importance, decay: float) -> Policy:
         "attention": Policy("mass", attention),
         "forecast": Policy("mass", forecast),
         "key_norm": Policy("key_norm", key_norm),
-        "recency": Policy("nothing", recency, by_position=True),
+        "recency": Policy("nothing", recency),
         "uniform": Policy("nothing", uniform),
     }
     return replace(policies[choice(importance, "importance", POLICIES)], made_from=(importance, decay))

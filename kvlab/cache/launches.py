@@ -1,13 +1,13 @@
-"""Prepared launches of the steps of a cache on a GPU, and the memory that launches share.
+"""Prepared launches of the steps of a cache, and the memory that launches share.
 
-A decode step repeats the same two launches a layer, token after token, so their arguments are laid down once
-and kept for as long as the store's memory stays where it is. Memory for the scores of a collecting step and
-for parts of results serves all layers, which run one after the other on one stream. Long steps are rare and
-need more of it, so they take theirs for the call alone; of their launches those of the last shape are kept.
+A decode step repeats the same two launches a layer, token after token. Their arguments are laid down once and
+kept for as long as the store's memory stays where it is. Memory for the scores of a collecting step and for
+parts of results serves all layers, which run one after the other on one stream. A prefill is rare and needs
+more of it, so it takes its own for the call alone; of its launches those of the last shape are kept.
 
 Checks and Python's other work take longer than the two launches. So a step whose arrays lie as those of the
-last step of its layer is not checked again (`keep_launches`, `launch_again`): three addresses, an allocation,
-two launches.
+last step of its layer is not checked again (`keep_launches`, `launch_again`). It takes three addresses, an
+allocation and two launches.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class StepCalls:
         self._last_shape: Any = None
         self._attends: dict[tuple[int, str, int], tuple[Any, Any]] = {}  # with the windows that they read
         self._semaphores: Any = None
-        self._memory: tuple[Any, Any, Any, Any] | None = None  # for the layers of a long step
+        self._memory: tuple[Any, Any, Any, Any] | None = None  # for the layers of a prefill
 
     @property
     def nbytes(self) -> int:

@@ -1,15 +1,14 @@
-"""Long steps of a cache on a GPU: prefill and its parts.
+"""Prefill: steps of more tokens than an append takes, be they a prompt or a part of one.
 
-New tokens are attended by `kvlab.attention`, stored ones by packed attention, and the results merged. How
-much attention tokens get from the last query rows is their importance. Then a plan for the layer takes the
-new tokens in. A part of few tokens has little to do on the device, so the host decides its time: it waits
-once, behind the last layer (reallocation.py), and memory that all layers need is taken once.
+`kvlab.attention` attends the new tokens, packed attention the stored ones, and the results are merged. The
+attention that a token gets from the last query rows is its importance. Then a plan for the layer takes the
+new tokens in. The host waits for the device once, behind the last layer (reallocation.py), and takes memory
+that all layers need once: a part of few tokens has little to do on the device, so the host decides its time.
 
-Kernels know policies of importance by name. A user's function runs on the host, so scores travel: those of
-new tokens before they are planned, those of stored tokens whenever attention mass is collected, with the
-pages that they lie in. So all steps of such a cache are long ones, each layer waits for the device, and CUDA
-graphs are refused: a path for research. What the function sees as observed is the mass that a token received
-as a page would store it, 9 percent apart.
+Kernels know policies of importance by name. A user's function runs on the host, so scores go there and back:
+those of new tokens before they are planned, those of stored tokens with their pages whenever attention mass
+is collected. So all steps of such a cache are prefills, each layer waits for the device, and CUDA graphs are
+refused: a path for research. The function is given the mass as a page would store it, in steps of 9 percent.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
 
 MIN_ROWS, MAX_SCORE_NBYTES = 16, 256 << 20
-"""Of the last 64 query rows of a long step, all those whose attention to stored tokens is collected for which
+"""Of the last 64 query rows of a prefill, all those whose attention to stored tokens is collected for which
 scores have room in so many bytes, and at least so many; evenly spread, since neighbours see much the same."""
 
 
@@ -265,7 +264,7 @@ def _ask_function(cache: DeviceCache, layer: int, codes: Any, valid: Any) -> Non
 
 
 def _observed_rows(cache: DeviceCache, steps: int) -> tuple[slice, bool]:
-    """Query rows of a long step that are observed, and whether these are its last ones without a gap."""
+    """Query rows of a prefill that are observed, and whether these are its last ones without a gap."""
     last = min(steps, MOST_TOKENS)
     nbytes = math.prod(cache.collector.shape(last)) // last
     most = min(max(MIN_ROWS, MAX_SCORE_NBYTES // max(nbytes, 1)), cache.calls.most_query_tokens)
@@ -302,7 +301,7 @@ def _enqueue(
         if merged is not None:
             new_tokens = merged.new_tokens(views[0], views[1], pointer(codes), length)
             arrays = (*arrays, *merged.arrays)
-    # No room for tokens to come: if long steps follow, open pages would have taken bytes from these tokens.
+    # No room for tokens to come: if more parts follow, open pages would have taken bytes from these tokens.
     last = layer == len(cache.layers) - 1
     reallocator.enqueue(PendingWrite(layer, new_tokens, workspace, stream, arrays), last=last)
     cache.lookahead[layer] = steps  # less these steps, which are counted next

@@ -1,6 +1,6 @@
 """Reallocation of pages, decided and carried out: a plan, its moves and its page copies.
 
-At decode a plan serves any number of layers at once, and the host waits for nothing. New tokens of long steps
+At decode a plan serves any number of layers at once, and the host waits for nothing. New tokens of a prefill
 are enqueued layer by layer: where the arena cannot hold old and new pages at the same time, a plan demotes
 what it can and reports RETRY, and the next one takes the tokens in. For that status the host waits, once for
 all layers of a step (`synchronize`): waiting for each took as long as its launches.

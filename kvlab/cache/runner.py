@@ -111,7 +111,7 @@ class Runner:
     # ---- what a model calls --------------------------------------------------------------------------------
 
     def step(self, layer: int, q: Any, k: Any, v: Any, scale: float, softcap: float, valid: Any) -> Any:
-        """`MixedPrecisionCache.step` on a GPU."""
+        """`MixedPrecisionCache.step`."""
         asked, taken = q, self._executor.taken
         valid = None if valid is None else self._executor.taken_mask(valid)
         q, k, v = taken(q, "q", ""), *self._taken(k, v, valid)
@@ -137,7 +137,7 @@ class Runner:
         steps = views[0].shape[1]
         if steps == 0:
             return self._executor.empty(views[0].shape, views[0].dtype, q)
-        if device.is_short(steps) and self._reallocate(device, layer, steps):
+        if device.is_decode(steps) and self._reallocate(device, layer, steps):
             try:
                 return device.step(layer, q, views, mask, scale, softcap)
             except (
@@ -176,7 +176,7 @@ class Runner:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         scale = self._options.head_dim**-0.5 if scale is None else scale
         out = self.step(layer, q, k, v, scale, softcap, valid)
-        if layout is not None and device.is_short(q.shape[1]):
+        if layout is not None and device.is_decode(q.shape[1]):
             keep_launches(device, layer, layout, [q, k, v], scale, softcap)
         return out
 
@@ -188,7 +188,7 @@ class Runner:
         def attend(q: Any, out: Any) -> None:
             device, (query, target), _ = self._ready(layer, {"q": q, "out": out}, None)
             steps = query.shape[1]
-            if not device.is_short(steps):
+            if not device.is_decode(steps):
                 raise NotImplementedError(
                     f"q has {steps} tokens a row: attend and append serve steps of 1 to {MAX_STEPS} tokens "
                     "and importance by name; call step()"
@@ -214,12 +214,12 @@ class Runner:
             raise ValueError(f"out must be a contiguous array of {dtype}, got {out.dtype} {out.strides}")
 
     def append(self, layer: int, k: Any, v: Any, valid: Any) -> None:
-        """`MixedPrecisionCache.append` on a GPU."""
+        """`MixedPrecisionCache.append`."""
         valid = None if valid is None else self._executor.taken_mask(valid)
         k, v = self._taken(k, v, valid)
         device, views, mask = self._ready(layer, {"k": k, "v": v}, valid)
         steps = views[0].shape[1]
-        if device.is_short(steps) and self._reallocate(device, layer, steps):
+        if device.is_decode(steps) and self._reallocate(device, layer, steps):
             device.append(layer, k, views, mask)
         elif steps:
             with translated_out_of_memory(f"{steps} new tokens"):
@@ -228,7 +228,7 @@ class Runner:
                 prefill.append(device, layer, [k, v], views, valid, self._row_budgets(layer, steps))
 
     def attend(self, layer: int, q: Any, scale: float, softcap: float) -> Any:
-        """`MixedPrecisionCache.attend` on a GPU."""
+        """`MixedPrecisionCache.attend`."""
         asked, q = q, self._executor.taken(q, "q", "")
         device, (view,), _ = self._ready(layer, {"q": q}, None)
         if view.shape[1] == 0:
@@ -352,7 +352,7 @@ class Runner:
             raise NotImplementedError(
                 "importance as a function runs on the host at every step, which a graph cannot: name a policy"
             )
-        if not device.is_short(steps):
+        if not device.is_decode(steps):
             raise NotImplementedError(
                 f"steps of {steps} tokens with {device.group} query heads a KV head are planned by the host; "
                 f"graphs take {MAX_STEPS} tokens and {self._executor.max_group} heads at most"

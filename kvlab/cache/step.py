@@ -68,7 +68,7 @@ class PlanMemory(NamedTuple):
 
 
 class DeviceState:
-    """Arenas, tables and workspaces of all layers on one GPU.
+    """Arenas, tables and workspaces of all layers on one device.
 
     Parameters
     ----------
@@ -78,7 +78,7 @@ class DeviceState:
     executor : Executor
         Who carries out what the host decides.
     like : array
-        On the GPU; memory comes from its framework.
+        On the device; memory comes from its framework.
     capacity : int
         Tokens of a row that there is room for.
     row_budgets_of : callable
@@ -222,7 +222,7 @@ OBSERVED_AS = {"mass": "mass", "key_norm": "norm", "nothing": "one"}
 
 
 class DeviceCache(DeviceState):
-    """The layers of a cache on one GPU; parameters as of `DeviceState`."""
+    """The layers of a cache on one device; parameters as of `DeviceState`."""
 
     # ---- what a step does ----------------------------------------------------------------------------------
 
@@ -275,7 +275,7 @@ class DeviceCache(DeviceState):
             layer, self.lengths[layer], row_budgets, steps
         )
 
-    def is_short(self, steps: int) -> bool:
+    def is_decode(self, steps: int) -> bool:
         """Whether a step of so many tokens is launched by `step`, not by `prefill.step`."""
         fits = 0 < steps <= self.most_steps and self.group <= self.executor.max_group
         return fits and not self.settings.by_function

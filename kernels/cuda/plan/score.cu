@@ -328,8 +328,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_new(const __grid_con
             const int query = head * call.group + r / call.window;
             const u16* from =
                 call.q + batch * call.q_batch + step * call.q_step + query * call.q_head + 8 * part;
-            const float whole =
-                call.lse[((u64)batch * call.heads * call.group + query) * call.seqlen + step];
+            const float whole = call.lse[((u64)batch * call.heads * call.group + query) * call.seqlen + step];
             const bool counts = first + row < rows && fabsf(whole) < INFINITE;
             *(uint4*)(queries + row * STRIDE + 16 * part) = counts ? *(const uint4*)from : uint4{};
             if (part) continue;
@@ -373,8 +372,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_new(const __grid_con
             for (int bit = 4; bit < 32; bit *= 2) sum[t][j] += __shfl_xor_sync(ALL_LANES, sum[t][j], bit);
             const int key = first_key + 8 * t + 2 * u + j;
             if (g == 0 && key < call.seqlen)
-                call.codes[(u64)bh * call.seqlen + key] =
-                    encode_importance(finite(sum[t][j] / (float)rows));
+                call.codes[(u64)bh * call.seqlen + key] = encode_importance(finite(sum[t][j] / (float)rows));
         }
 }
 
