@@ -480,6 +480,9 @@ def viewed(block: Any, dtype: str, shape: Sequence[int]) -> Any:
 def to_device(host: NDArray[Any], like: ArrayT) -> ArrayT:
     """Copy a NumPy array to the device of `like`, as an array of its kind, on its current stream.
 
+    Does not wait for the device, and `host` may change afterwards: the driver takes pageable memory over
+    before it returns.
+
     Parameters
     ----------
     host : numpy.ndarray
@@ -493,20 +496,20 @@ def to_device(host: NDArray[Any], like: ArrayT) -> ArrayT:
     """
     torch = _torch_of(like)
     if torch is not None:
-        copied = torch.from_numpy(np.ascontiguousarray(host)).to(cast("Any", like).device, copy=True)
-        return cast("ArrayT", copied)
+        found = torch.from_numpy(np.ascontiguousarray(host))
+        return cast("ArrayT", found.to(cast("Any", like).device, copy=True, non_blocking=True))
     cupy = loaded_cupy(like, "like")
     with cupy.cuda.Device(device_of(like).index):
         return cast("ArrayT", cupy.asarray(host))
 
 
 def overwrite(array: Any, host: NDArray[Any]) -> None:
-    """Write a NumPy array over one on a GPU, both contiguous and of one dtype, on its current stream.
+    """Write a NumPy array over one on a GPU, both contiguous and of one dtype, as `to_device` does.
 
     An assignment would first make a copy of the whole on the device, for which there may be no memory.
     """
     if _torch_of(array) is not None:
-        array.copy_(like_first(host, array))
+        array.copy_(like_first(host, array), non_blocking=True)
         return
     cupy = loaded_cupy(array, "array")
     with array.device:

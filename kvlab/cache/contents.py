@@ -142,7 +142,7 @@ def _laid_out(
         tables[name].view(x.dtype)[live] = x
     tables["num_pages"][...], tables["open"][...], tables["seqlen"][...] = num_pages, opened, length
     tables["waits"][...], tables["num_free"][...] = ~has_mean, store.num_slabs[number]
-    tables["free_slabs"][...] = store.all_slabs(number)
+    tables["free_slabs"][...] = store.all_slabs()[number]
     index, arena = _lay_pages(store, number, tables, (row, head, entry), rung_of, pools)
     tables["index"].view(np.uint32)[live] = NO_PAGE
     tables["index"].view(np.uint32)[row, head, entry] = index

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.cache.frame import ASKING, LAST, add_queries, key_mean, key_shift
-from kvlab.cache.store import OPEN_PAGES, UNIT, WAITING_PAGES, DeviceStore, RowMove, named_pages
+from kvlab.cache.store import MOVED, OPEN_PAGES, UNIT, WAITING_PAGES, DeviceStore, RowMove, named_pages
 from kvlab.pages import RAW, TOKENS_PER_PAGE, read_tokens, write_tokens
 
 __all__ = ["MergedTokens", "NewRow", "copy_pages", "freeze_row", "take_rows"]
@@ -160,7 +160,7 @@ def _fill(merged: MergedTokens, row: int, new: NewRow, held: list[Any], taken: b
 def take_rows(store: DeviceStore, layer: int, move: RowMove) -> None:
     """Let the rows of a layer become those that a move names."""
     mine = {name: table[layer] for name, table in store.tables.items()}
-    old = {name: table[layer][move.rows] for name, table in move.source.tables.items()}
+    old = {name: move.source.tables[name][layer][move.rows] for name in MOVED}
     entries, slab_units = old["rung"].shape[2], store.slab[layer] // UNIT
     records = np.array([layout.nbytes // UNIT for layout in store.layouts(layer)], np.int64)
     live, named = np.arange(entries) < old["num_pages"][..., None], named_pages(old)
@@ -187,11 +187,11 @@ def take_rows(store: DeviceStore, layer: int, move: RowMove) -> None:
         index[waits] = spot[waits]
     _copy(store, layer, move, index, (planned & ~stays, stays & (came != index), rung, came), records)
     # Rows that wait have no token yet where a store has no pages for them.
-    held = move.source.waiting[layer] is not None and store.rows().waiting[layer] is not None
+    held = move.source.waiting[layer] is not None and store.waiting[layer] is not None
     for row in np.flatnonzero(waits) if held else ():
         size = heads * WAITING_PAGES * int(records[-1]) * UNIT
         there = move.source.waiting[layer][int(move.rows[row]) * size :][:size]
-        store.rows().waiting[layer][row * size :][:size] = there
+        store.waiting[layer][row * size :][:size] = there
     for name in ("rung", "count", "base"):
         mine[name][:, :, :entries] = old[name] * live
     mine["index"][:, :, :entries] = (index * live).astype(np.uint32).view(np.int32)

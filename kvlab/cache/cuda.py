@@ -96,26 +96,25 @@ class GpuKernels:
         lists = np.concatenate([move.rows, move.origins, move.kept])
         numbers = to_device(lists, like)
         memory = empty((layers * (20 * pages + 4),), "uint8", like)
-        states = self._states_of(move.source)
+        source = move.source
+        states = source.states if isinstance(source, DeviceStore) else self._states_of(source)
         rows, copies = pointer_of(numbers), pointer_of(memory)
         begins = np.cumsum([0, len(move.rows), len(move.origins)]) * 4 + rows
         places = copies + 16 * pages * layers
-        source, target = pointer_of(states), store.states_pointer
+        there, here = pointer_of(states), store.states_pointer
         addresses = [
-            source, target, target if move.in_place else source, *begins.tolist(),
+            there, here, here if move.in_place else there, *begins.tolist(),
             places, copies, places + 4 * pages * layers,
         ]  # fmt: skip
         kernels.take_rows(*self._of_store, addresses, pages, layers, stream, in_place=move.in_place)
 
     def _states_of(self, source: PagesOfRows) -> Any:
-        """LayerState structs of pages that are no store's."""
+        """LayerState structs of what the store held."""
         states, layers = self.store.host_states.copy(), np.arange(len(self.store.stores), dtype=np.uint64)
         for name, table in source.tables.items():
             step = int(table.nbytes) // len(layers)
             states[name] = pointer_of(table) + layers * np.uint64(step)
-        for name, arrays in (("arena", source.arenas), ("waiting", source.waiting)):
-            states[name] = [0 if x is None else pointer_of(x) for x in arrays]
-        states["batch"], states["entries"] = source.tables["rung"].shape[1], source.tables["rung"].shape[3]
+        states["waiting"] = [0 if x is None else pointer_of(x) for x in source.waiting]
         return to_device(states.view(np.uint8), self.store.like)
 
     # ---- steps ---------------------------------------------------------------------------------------------

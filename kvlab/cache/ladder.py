@@ -269,7 +269,7 @@ class Layer:
         """What the policy observes; where there is only one rung no score decides anything."""
         return self.policy.observes if len(self.store.whole_ladder) > 1 else "nothing"
 
-    @property
+    @cached_property
     def takes_mean(self) -> bool:
         """Whether the mean of keys is taken off them: wherever keys are packed at all."""
         return min(rung.bits_k for rung in self.store.ladder) < 16

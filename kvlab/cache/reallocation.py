@@ -104,9 +104,8 @@ class Reallocator:
         self._rules["rewind"] = rewind
         self.ladders = [ladder_of(store) for store in stores]
 
-        def spare(layer: int, slab: int) -> int:
-            store = stores[layer]
-            return spare_nbytes(batch, store.num_heads_kv, self.ladders[layer], slab)
+        def spare(store: LayerFormat, slab: int) -> int:
+            return spare_nbytes(batch, store.num_heads_kv, ladder_of(store), slab)
 
         with translated_out_of_memory(f"a cache of {capacity} tokens a row"):
             self.store = DeviceStore(

@@ -453,7 +453,7 @@ class DeviceCache(DeviceState):
             if any(now < then for now, then in zip(row_budgets or (), before or (), strict=False)):
                 self.crop(max(self.lengths), row_budgets)  # drops no token: rows only have fewer bytes
             vars(self).update(new)
-            move_rows(old["store"].rows(), self.kernels, rows, stream)
+            move_rows(old["store"], self.kernels, rows, stream)
         except BaseException:
             vars(self).update(old)
             raise

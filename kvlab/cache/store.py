@@ -18,8 +18,8 @@ import math
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from functools import cached_property, lru_cache, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,17 +86,7 @@ MOVED = (
 
 @dataclass(frozen=True)
 class PagesOfRows:
-    """Pages of all layers and the tables that name them.
-
-    Attributes
-    ----------
-    tables : dict of str to array
-        (layers, batch, ...) by the names in `MOVED`.
-    arenas : list of uint8 arrays
-        By layer.
-    waiting : list of uint8 arrays or None
-        By layer, pages of tokens that wait, `WAITING_PAGES` a (row, KV head).
-    """
+    """What a store held before its rows became others: attributes as of `DeviceStore`, tables in `MOVED`."""
 
     tables: dict[str, Any]
     arenas: list[Any]
@@ -134,6 +124,31 @@ def slab_nbytes(records: tuple[int, ...], pages: int) -> int:
     return widest * max(1, pages // 256)
 
 
+def _slabs_of(
+    store: LayerFormat, pages: int, most: int | None, spare: Callable[[LayerFormat, int], int]
+) -> tuple[int, int]:
+    """Bytes of a slab of a layer, and how many hold so many pages, or `most` bytes and spare ones."""
+    records = [layout.nbytes for layout in store.layouts]
+    held = pages * max(records) if most is None else min(most, pages * max(records))
+    slab = slab_nbytes(tuple(records), held // max(records))
+    # Every rung may leave one slab in part empty, and a slab wastes a little.
+    filled = slab - max(slab % record for record in records)
+    return slab, -(-(held + spare(store, slab)) // filled) + len(records) + 1
+
+
+class _Place(NamedTuple):
+    """Where a table of all layers lies in the memory of tables."""
+
+    begin: int
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.nbytes
+
+
 class DeviceStore:
     """Arenas and tables of all layers.
 
@@ -151,7 +166,7 @@ class DeviceStore:
     row_budgets : sequence of int, or None
         Bytes that a row may take in each layer; None: as many as the highest rung needs.
     spare : callable
-        `spare(layer, slab_nbytes)`: bytes of an arena beyond what rows may take.
+        `spare(store, slab_nbytes)`: bytes of an arena beyond what rows may take.
     takes_mean, holds_waiting : sequence of bool
         By layer: whether the device takes the mean of its keys, and whether rows have pages to wait for it.
     sliding_windows : sequence of int
@@ -177,7 +192,7 @@ class DeviceStore:
         like: Any,
         capacity: int,
         row_budgets: Sequence[int] | None,
-        spare: Callable[[int, int], int] = lambda layer, slab: 0,
+        spare: Callable[[LayerFormat, int], int] = lambda store, slab: 0,
         takes_mean: Sequence[bool] = (),
         holds_waiting: Sequence[bool] = (),
         sliding_windows: Sequence[int] = (),
@@ -195,23 +210,20 @@ class DeviceStore:
         others = OPEN_PAGES + 2 + self.num_rungs * (segments + QUAD - 1)  # open, left over, and fillers
         pages = -(-capacity // TOKENS_PER_PAGE) + others
         self.entries = max(-(-pages // QUAD) * QUAD, WAITING_PAGES)
+        slabs_of = lru_cache(partial(_slabs_of, spare=spare))  # layers are often alike
         self.slab, self.num_slabs = [], []
         for number, store in enumerate(stores):
-            records = [layout.nbytes for layout in store.layouts]
             reach, entries = self.reach(number, rewind), self.entries
             if reach:
                 entries = min(-(-reach // TOKENS_PER_PAGE) + others, entries)
-            most = self.pairs * entries * max(records)
-            held = most if row_budgets is None else min(self.batch * row_budgets[number], most)
-            slab = slab_nbytes(tuple(records), held // max(records))
+            most = None if row_budgets is None else batch * row_budgets[number]
+            slab, num_slabs = slabs_of(store, self.pairs * entries, most)
             self.slab.append(slab)
-            # Every rung may leave one slab in part empty, and a slab wastes a little.
-            filled = slab - max(slab % record for record in records)
-            self.num_slabs.append(-(-(held + spare(number, slab)) // filled) + len(records) + 1)
+            self.num_slabs.append(num_slabs)
         self.max_slabs = max(self.num_slabs)
-        self.max_pages = max(
-            slab // min(layout.nbytes for layout in store.layouts) * self.max_slabs
-            for slab, store in zip(self.slab, stores, strict=True)
+        self.max_pages = self.max_slabs * max(
+            slab // min(layout.nbytes for layout in store.layouts)
+            for slab, store in set(zip(self.slab, stores, strict=True))
         )
         waiting = self.pairs * WAITING_PAGES * self.widest.nbytes
         arenas = [
@@ -225,22 +237,26 @@ class DeviceStore:
             )
         # One block: it is taken at once, and a copy begins while the host lays down the rest.
         self._begins = np.cumsum([0, *(-(-nbytes // _ALIGNMENT) * _ALIGNMENT for nbytes in arenas)])
-        self._arena_nbytes = arenas
+        self._arena_nbytes, self.like = arenas, like
         self.memory_of_arenas = executor.arena(int(self._begins[-1]), like)
-        self.like = like
-        sizes = [self._nbytes_of_table(*kind) for kind in self._shapes().values()]
-        self._memory_of_tables = executor.empty((sum(sizes),), "uint8", like)
-        self.host_states = self._states()
-        self._lay_down()
+        self._places, begin = {}, 0
+        for name, (shape, dtype) in self._shapes().items():
+            nbytes = len(stores) * math.prod(shape) * numpy_dtype(dtype).itemsize
+            self._places[name] = _Place(begin, nbytes, (len(stores), *shape), dtype)
+            begin += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._memory_of_tables = executor.empty((begin,), "uint8", like)
+        self._first_tables, self._relative = self._empty_tables(), self._relative_states()
+        self._tell()
         self._clear_tables()
 
     def copy(self) -> DeviceStore:
         """Return a store that holds the same pages at the same places."""
         other = copy(self)
+        for name in ("tables", "arenas", "waiting"):
+            vars(other).pop(name, None)
         other.memory_of_arenas = self.executor.copied_arenas(self)
         other._memory_of_tables = self.executor.copied(self._memory_of_tables)
-        other.host_states = self.host_states.copy()
-        other._lay_down()
+        other._tell()
         return other
 
     def arenas_in(self, memory: Any) -> list[Any]:
@@ -248,33 +264,42 @@ class DeviceStore:
         begins = zip(self._begins.tolist(), self._arena_nbytes, strict=False)
         return [memory[begin : begin + nbytes] for begin, nbytes in begins]
 
-    def _nbytes_of_table(self, shape: tuple[int, ...], dtype: str) -> int:
-        """Bytes of a table of all layers, and those up to the next."""
-        nbytes = len(self.stores) * math.prod(shape) * numpy_dtype(dtype).itemsize
-        return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    @cached_property
+    def arenas(self) -> list[Any]:
+        """The arena of each layer."""
+        return self.arenas_in(self.memory_of_arenas)
 
-    def _lay_down(self) -> None:
-        """Cut the memory of tables, and tell kernels where tables and arenas lie."""
-        layers, begin, pointer = len(self.stores), 0, self.executor.pointer
-        states, numbers = self.host_states, np.arange(layers, dtype=np.uint64)
-        self.tables: dict[str, Any] = {}
-        for name, (shape, dtype) in self._shapes().items():
-            step = math.prod(shape) * numpy_dtype(dtype).itemsize
-            mine = self._memory_of_tables[begin : begin + layers * step]
-            self.tables[name] = viewed(mine, dtype, (layers, *shape))
-            states[name] = pointer(self.tables[name]) + np.uint64(step) * numbers
-            begin += self._nbytes_of_table(shape, dtype)
-        self.arenas = self.arenas_in(self.memory_of_arenas)
-        states["arena"] = pointer(self.memory_of_arenas) + self._begins[:-1].astype(np.uint64)
-        begins = states["arena"] + np.array(self.slab, np.uint64) * np.array(self.num_slabs, np.uint64)
-        states["waiting"] = np.where(self.holds_waiting, begins, 0)
+    @cached_property
+    def tables(self) -> dict[str, Any]:
+        """(layers, ...) arrays by the names of `LayerState`."""
+        return self._tables_in(self._memory_of_tables)
+
+    def _tables_in(self, memory: Any) -> dict[str, Any]:
+        places = {name: place for name, place in self._places.items() if place.end <= len(memory)}
+        return {name: viewed(memory[x.begin : x.end], x.dtype, x.shape) for name, x in places.items()}
+
+    def _tell(self) -> None:
+        """Tell kernels where tables and arenas lie."""
+        states, pointer = self._relative.copy(), self.executor.pointer
+        base = np.uint64(pointer(self._memory_of_tables))
+        for name in self._places:
+            states[name] += base
+        base = np.uint64(pointer(self.memory_of_arenas))
+        states["arena"] += base
+        states["waiting"] += base * np.array(self.holds_waiting, np.uint64)
+        self.host_states = states
         self.states = self.executor.to_device(states.view(np.uint8), self.like)
         self.states_pointer = int(pointer(self.states))
 
     def _shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape of a layer and dtype of each table: first those that are not all 0 in an empty store."""
         table = (self.batch, self.heads, self.entries)
         pairs, slabs = table[:2], (self.max_slabs,)
         return {
+            "waits": ((self.batch,), "int32"),
+            "num_free": ((1,), "int32"),
+            "free_slabs": (slabs, "int32"),
+            "open": ((*pairs, OPEN_PAGES), "int32"),
             "rung": (table, "uint8"),
             "count": (table, "uint8"),
             "index": (table, "int32"),
@@ -283,19 +308,25 @@ class DeviceStore:
             "k_mean": ((*pairs, self.head_dim), "float16"),
             "k_shift": ((*pairs, self.head_dim), "uint8"),
             "asked": ((*pairs, self.head_dim), "float32"),
-            "waits": ((self.batch,), "int32"),
-            "open": ((*pairs, OPEN_PAGES), "int32"),
             "seqlen": (pairs, "int32"),
             "used": ((RUNGS,), "int32"),
             "slab_count": ((RUNGS,), "int32"),
             "slabs": ((self.num_rungs, *slabs), "int32"),
-            "free_slabs": (slabs, "int32"),
-            "num_free": ((1,), "int32"),
             "entry_of": ((self.num_rungs, self.max_pages), "int32"),
             "slab_slot": (slabs, "int32"),
             "budget": ((self.batch,), "int64"),
             "status": ((1,), "int32"),
         }
+
+    def _empty_tables(self) -> NDArray[np.uint8]:
+        """What the first tables of an empty store hold, on the host."""
+        memory = np.zeros(self._places["rung"].begin, np.uint8)
+        tables = self._tables_in(memory)
+        tables["waits"][...] = self.takes_mean[:, None]
+        tables["num_free"][...] = np.array(self.num_slabs)[:, None]
+        tables["free_slabs"][...] = self.all_slabs()
+        tables["open"][...] = -1
+        return memory
 
     def clear(self) -> None:
         """Drop all tokens; takes no memory on the device."""
@@ -307,43 +338,48 @@ class DeviceStore:
         self.executor.fill_zero(self.memory_of_arenas)
 
     def _clear_tables(self) -> None:
-        overwrite = self.executor.overwrite
         self._memory_of_tables[...] = 0
-        self.tables["open"][...] = -1
-        overwrite(self.tables["waits"], np.repeat(self.takes_mean[:, None], self.batch, 1).astype(np.int32))
-        overwrite(self.tables["free_slabs"], np.stack([*map(self.all_slabs, range(len(self.stores)))]))
-        overwrite(self.tables["num_free"], np.array(self.num_slabs, np.int32)[:, None])
+        self.executor.overwrite(self._memory_of_tables[: len(self._first_tables)], self._first_tables)
 
-    def all_slabs(self, layer: int) -> NDArray[np.int32]:
-        """What `free_slabs` of a layer holds while no slab is taken."""
-        slabs, n = np.zeros(self.max_slabs, np.int32), self.num_slabs[layer]
-        slabs[:n] = np.arange(n)[::-1]
-        return slabs
+    def all_slabs(self) -> NDArray[np.int32]:
+        """What `free_slabs` of each layer holds while no slab is taken."""
+        found: NDArray[np.int32] = np.array(self.num_slabs, np.int32)[:, None] - 1
+        return np.maximum(found - np.arange(self.max_slabs, dtype=np.int32), 0)
 
-    def _states(self) -> Any:
-        """The `LayerState` of every layer, but for addresses."""
-        states = np.zeros(len(self.stores), STATE)
-        for layer, (state, store) in enumerate(zip(states, self.stores, strict=True)):
-            rungs = [
-                (x.nbytes // UNIT, self.slab[layer] // x.nbytes, x.bits_k, x.bits_v, x.positions)
-                for x in self.layouts(layer)
-            ]
-            state["rungs"][: len(rungs)] = rungs
-            state["num_rungs"], state["evicts"] = len(store.ladder), store.evicts
+    def _relative_states(self) -> Any:
+        """The `LayerState` of every layer, with addresses that count from the memory they lie in."""
+        states, numbers = np.zeros(len(self.stores), STATE), np.arange(len(self.stores))
+        kinds = [*zip(self.stores, self.slab, strict=True)]
+        for kind in set(kinds):
+            states["rungs"][[other == kind for other in kinds]] = self._rungs(*kind)
+        states["num_rungs"] = [len(store.ladder) for store in self.stores]
+        states["evicts"] = [store.evicts for store in self.stores]
         states["slab_units"] = np.array(self.slab) // UNIT
         states["sliding_window"] = self.sliding_windows
         for name in ("batch", "heads", "entries", "max_slabs", "max_pages"):
             states[name] = getattr(self, name)
+        for name, place in self._places.items():
+            states[name] = place.begin + place.nbytes // len(numbers) * numbers
+        states["arena"] = self._begins[:-1]
+        behind = self._begins[:-1] + np.array(self.slab) * np.array(self.num_slabs)
+        states["waiting"] = np.where(self.holds_waiting, behind, 0)
         return states
 
-    def rows(self) -> PagesOfRows:
-        """The pages of all rows."""
-        begins = [slab * n for slab, n in zip(self.slab, self.num_slabs, strict=True)]
-        waiting = [
-            arena[begin:] if holds else None
-            for arena, begin, holds in zip(self.arenas, begins, self.holds_waiting, strict=True)
+    def _rungs(self, store: LayerFormat, slab: int) -> Any:
+        """`LayerState.rungs` of a layer."""
+        found = np.zeros(RUNGS, STATE["rungs"].base)
+        layouts = (*store.layouts, self.widest)
+        found[: len(layouts)] = [
+            (x.nbytes // UNIT, slab // x.nbytes, x.bits_k, x.bits_v, x.positions) for x in layouts
         ]
-        return PagesOfRows({name: self.tables[name] for name in MOVED}, self.arenas, waiting)
+        return found
+
+    @cached_property
+    def waiting(self) -> list[Any]:
+        """By layer, pages of tokens that wait, `WAITING_PAGES` a (row, KV head); None: no row can wait."""
+        begins = [slab * n for slab, n in zip(self.slab, self.num_slabs, strict=True)]
+        arenas = zip(self.arenas, begins, self.holds_waiting, strict=True)
+        return [arena[begin:] if holds else None for arena, begin, holds in arenas]
 
     @property
     def reserved_nbytes(self) -> int:
@@ -429,7 +465,7 @@ class RowMove:
 
     Attributes
     ----------
-    source : PagesOfRows
+    source : DeviceStore, or in place PagesOfRows
     rows : int32 array (batch,)
         Rows of the source.
     origins : int32 array (batch,)
@@ -439,17 +475,17 @@ class RowMove:
     in_place : bool
     """
 
-    source: PagesOfRows
+    source: DeviceStore | PagesOfRows
     rows: NDArray[np.int32]
     origins: NDArray[np.int32]
     kept: NDArray[np.int32]
     in_place: bool
 
 
-def move_rows(source: PagesOfRows, kernels: Any, rows: Any, stream: int) -> None:
+def move_rows(source: DeviceStore, kernels: Any, rows: Any, stream: int) -> None:
     """Let the rows of an empty store become rows of a source; `kernels` are those of the store."""
     rows = np.asarray(rows, np.int32)
-    kept = np.zeros(source.tables["waits"].shape[1], np.int32)
+    kept = np.zeros(source.batch, np.int32)
     kernels.take_rows(RowMove(source, rows, rows, kept, in_place=False), stream)
 
 
@@ -463,6 +499,6 @@ def reorder_rows(store: DeviceStore, kernels: Any, rows: Any, stream: int) -> No
     origins[first] = -1
     copied = store.executor.copied
     tables = {name: copied(store.tables[name]) for name in MOVED}
-    waiting = [None if x is None else copied(x) for x in store.rows().waiting]
+    waiting = [None if x is None else copied(x) for x in store.waiting]
     source = PagesOfRows(tables, store.arenas, waiting)
     kernels.take_rows(RowMove(source, rows, origins, kept, in_place=True), stream)

@@ -9,14 +9,15 @@
 //               gaps; then slabs are given back and taken, and a warp writes the table of a (row, KV head).
 //               Shared: 5 KB.
 // move_kept     grid (blocks, layers): a warp copies a page.
-// gather_pages  grid (blocks, layers): a warp copies a page, and those of tokens that wait, which have fixed
-//               places, from `from`.
+// gather_pages  grid (blocks, layers): a warp copies 16 pages, and those of tokens that wait, which have
+//               fixed places, from `from`. Warps of rows that get the same pages are neighbours.
 // clear_free    grid (blocks, layers): a block writes zeros over a slab without pages, or over the rest of
 // one.
 #include "common/pairs.cuh"
 #include "pages/copies.cuh"
 
 constexpr int TABLE_THREADS = 1024, TABLE_WARPS = TABLE_THREADS / 32, THREADS = 256;
+constexpr int RUN = 16;  // pages that a warp copies, one after the other
 
 struct Rows {
     const LayerState *from, *to, *sources;
@@ -42,24 +43,35 @@ __device__ __forceinline__ int count_before(bool mine, int& all) {
     return before + __popc(votes & ((1u << lane) - 1));
 }
 
-// Calls on_page(entry, address, rank) for all entries of a table, one warp: rank counts pages of equal rungs
-// from counts[]; an entry without a page has none.
+// Calls on_page(entry, rung, address, rank) for all entries of a table, one warp: rank counts pages of equal
+// rungs from counts[]; an entry without a page has none.
 template <class OnPage>
 __device__ __forceinline__ void visit_table(const LayerState& s, int bh, int* counts, OnPage on_page) {
+    constexpr int AT_ONCE = 4;  // loads on their way
     const int lane = threadIdx.x % 32, entries = s.num_pages[bh];
     const u64 table = (u64)bh * s.entries;
 #pragma unroll 1
-    for (int first = 0; first < entries; first += 32) {
-        const int entry = first + lane;
-        const u32 address = entry < entries ? s.index[table + entry] : NO_PAGE;
-        const bool there = address != NO_PAGE;
-        const int r = there ? s.rung[table + entry] : 255;
-        const u32 same = __match_any_sync(ALL_LANES, r), below = same & ((1u << lane) - 1);
-        const int rank = there ? counts[r] + __popc(below) : 0;
-        __syncwarp();  // all lanes have read the counters
-        if (there && below == 0) counts[r] += __popc(same);
-        __syncwarp();  // and the next 32 entries find them raised
-        if (entry < entries) on_page(entry, address, rank);
+    for (int first = lane; first - lane < entries; first += 32 * AT_ONCE) {
+        u32 address[AT_ONCE];
+        int rung[AT_ONCE];
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j) {
+            const int entry = first + 32 * j;
+            address[j] = entry < entries ? s.index[table + entry] : NO_PAGE;
+            rung[j] = entry < entries ? s.rung[table + entry] : 255;
+        }
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j) {
+            const int entry = first + 32 * j;
+            const bool there = address[j] != NO_PAGE;
+            const int r = there ? rung[j] : 255;
+            const u32 same = __match_any_sync(ALL_LANES, r), below = same & ((1u << lane) - 1);
+            const int rank = there ? counts[r] + __popc(below) : 0;
+            __syncwarp();  // all lanes have read the counters
+            if (there && below == 0) counts[r] += __popc(same);
+            __syncwarp();  // and the next 32 entries find them raised
+            if (entry < entries) on_page(entry, rung[j], address[j], rank);
+        }
     }
 }
 
@@ -134,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS, 1) take_rows(const _
     u32* const places = call.places + (u64)blockIdx.y * call.capacity;
     PageCopy* const copies = call.copies + (u64)blockIdx.y * call.capacity;
     const auto source_of = [&](int bh) { return call.rows[bh / s.heads] * s.heads + bh % s.heads; };
-    const auto nothing = [](int, u32, int) {};
+    const auto nothing = [](int, int, u32, int) {};
 
     if (threadIdx.x < CACHE_RUNGS) want[threadIdx.x] = 0;
     if (lane <= CACHE_RUNGS) counts[warp][lane] = 0;
@@ -177,9 +189,8 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS, 1) take_rows(const _
         if (!there) continue;
         const int source = source_of(bh);
         const u64 from = (u64)source * f.entries, to = (u64)bh * s.entries;
-        visit_table(f, source, counts[warp], [&](int entry, u32 address, int place) {
+        visit_table(f, source, counts[warp], [&](int entry, int r, u32 address, int place) {
             const bool is_page = address != NO_PAGE;
-            const int r = f.rung[from + entry];
             if (waits) {
                 const u64 page = (u64)(bh * WAITING_PAGES + entry) * s.rungs[r].record;
                 address = (u32)((s.waiting - s.arena) / UNIT + page);
@@ -215,20 +226,29 @@ extern "C" __global__ void __launch_bounds__(THREADS) move_kept(const __grid_con
 
 extern "C" __global__ void __launch_bounds__(THREADS) gather_pages(const __grid_constant__ Rows call) {
     const LayerState &f = call.from[blockIdx.y], &s = call.to[blockIdx.y], &o = call.sources[blockIdx.y];
-    const int warps = gridDim.x * (THREADS / 32);
-    const u32 all = (u32)(s.batch * s.heads * s.entries);
+    const int warps = gridDim.x * (THREADS / 32), lane = threadIdx.x % 32;
+    const u32 rows = s.batch, of_head = (s.entries + RUN - 1) / RUN * rows, all = s.heads * of_head;
 #pragma unroll 1
-    for (u32 i = blockIdx.x * (THREADS / 32) + threadIdx.x / 32; i < all; i += warps) {
-        const int bh = i / (u32)s.entries, entry = i - bh * (u32)s.entries, row = bh / s.heads;
-        const bool waits = s.waits[row];
-        if (entry >= s.num_pages[bh] || (!waits && s.count[i] == 0)) continue;
-        const int origin = waits ? call.rows[row] : call.origins[row];
-        if (origin < 0) continue;
-        const int source = origin * s.heads + bh - row * s.heads;
-        const u32 record = s.rungs[s.rung[i]].record;
-        const u8* page = waits ? f.waiting + (u64)(source * WAITING_PAGES + entry) * record * UNIT
-                               : o.arena + (u64)o.index[(u64)source * o.entries + entry] * UNIT;
-        copy_page(s.arena + (u64)s.index[i] * UNIT, page, record);
+    for (u32 n = blockIdx.x * (THREADS / 32) + threadIdx.x / 32; n < all; n += warps) {
+        // Rows go fastest: those that get the same pages read them at about the same time, from L2 but once.
+        const int head = n / of_head, entry = (n - head * of_head) / rows * RUN + lane, row = n % rows;
+        const int bh = row * s.heads + head, origin = s.waits[row] ? call.rows[row] : call.origins[row];
+        const u64 i = (u64)bh * s.entries + entry;
+        const bool waits = s.waits[row], is_page = lane < RUN && origin >= 0 && entry < s.num_pages[bh];
+        u32 units = 0, from = 0, to = 0;
+        if (is_page && (waits || s.count[i] > 0)) {
+            const int source = origin * s.heads + head;
+            units = s.rungs[s.rung[i]].record;
+            from =
+                waits ? (source * WAITING_PAGES + entry) * units : o.index[(u64)source * o.entries + entry];
+            to = s.index[i];
+        }
+        const u8* const sources = waits ? f.waiting : o.arena;
+        for (int page = 0; page < RUN; ++page) {
+            const u32 record = __shfl_sync(ALL_LANES, units, page);
+            const u64 here = __shfl_sync(ALL_LANES, to, page), there = __shfl_sync(ALL_LANES, from, page);
+            copy_page(s.arena + here * UNIT, sources + there * UNIT, record);
+        }
     }
 }
 
