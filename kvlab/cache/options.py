@@ -38,6 +38,7 @@ __all__ = [
     "CacheOptions",
     "Limit",
     "RowBudgets",
+    "Settings",
     "check_device",
     "check_names",
     "parse_budget",
@@ -133,6 +134,27 @@ def _refuses_by_name(kind: type[CacheOptions]) -> type[CacheOptions]:
     return kind
 
 
+@dataclass(frozen=True)
+class Settings:
+    """What plans and steps of a cache are told once; names as for `MixedPrecisionCache`.
+
+    `by_function`: importance is a function of attention mass, called on the host, and `importance` that of
+    kernels which give the mass.
+    """
+
+    num_heads_q: int
+    sink: int
+    recent: int
+    residual: int
+    allocator: str
+    realloc_every: int
+    ema_decay: float
+    floor: float
+    rewind: int
+    importance: str
+    by_function: bool
+
+
 @_refuses_by_name
 @dataclass(eq=False)
 class CacheOptions:
@@ -206,6 +228,13 @@ class CacheOptions:
         window = self.sliding_window
         of_layers = window if isinstance(window, Sequence) else [window] * self.num_layers
         return tuple(x or 0 for x in of_layers)
+
+    def settings(self, rewind: int) -> Settings:
+        """What plans and steps are told, with another `rewind`."""
+        found: dict[str, Any] = {x.name: getattr(self, x.name, None) for x in fields(Settings)}
+        called = callable(self.importance)
+        found |= {"rewind": rewind, "by_function": called}
+        return Settings(**found | ({"importance": "attention"} if called else {}))
 
     def saved(self) -> dict[str, Any]:
         """All options that go with the cache to another machine, as JSON has them."""

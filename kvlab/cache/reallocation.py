@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvlab.cache.ladder import ERRORS, LayerFormat
-from kvlab.cache.options import RowBudgets
-from kvlab.cache.plan import ample_nbytes, crop_bounds, smallest_nbytes, spare_nbytes
+from kvlab.cache.options import RowBudgets, Settings
+from kvlab.cache.plan import ample_nbytes, crop_bounds, smallest_nbytes
 from kvlab.cache.store import DeviceStore
 from kvlab.device import translated_out_of_memory
 from kvlab.ops.cuda import pages as kernels
@@ -48,79 +48,34 @@ class Reallocator:
 
     Parameters
     ----------
-    stores : sequence of LayerFormat
-        One a layer.
-    batch : int
-    executor : Executor
-    like : array
-        In the memory of the executor.
-    capacity : int
-        Tokens of a row that there is room for.
-    row_budgets : sequence of int, or None
-        Bytes that a row may take in each layer at that length.
-    sink, recent : int
-        First and newest tokens that stay at the highest rung.
-    by_position : bool
-        Importance is recency.
-    window, allocator
-        As for `kvlab.ops.cuda.plan.launch_plan`.
-    floor : float
-        Importance that all tokens of a head have more than they collect, together; attention is 1.
-    takes_mean, holds_waiting, sliding_windows, rewind
-        As for `DeviceStore`.
+    store : DeviceStore
+    settings : Settings
 
     Attributes
     ----------
-    store : DeviceStore
     kernels : Kernels
         Launches for the store.
     ladders : list of Ladder
         The levels of each layer.
     """
 
-    def __init__(
-        self,
-        stores: Sequence[LayerFormat],
-        batch: int,
-        executor: Any,
-        like: Any,
-        capacity: int,
-        row_budgets: RowBudgets,
-        *,
-        sink: int,
-        recent: int,
-        by_position: bool,
-        window: int,
-        floor: float,
-        allocator: str,
-        takes_mean: Sequence[bool],
-        holds_waiting: Sequence[bool],
-        sliding_windows: Sequence[int],
-        rewind: int,
-    ) -> None:
-        self._executor, self._longest = executor, capacity + LOOKAHEAD
-        self._rules: dict[str, Any] = {"sink": sink, "recent": recent, "by_position": by_position}
-        self._rules |= {"window": window, "floor": round(floor * 2**32), "allocator": allocator}
-        self._rules["rewind"] = rewind
-        self.ladders = [ladder_of(store) for store in stores]
-
-        def spare(store: LayerFormat, slab: int) -> int:
-            return spare_nbytes(batch, store.num_heads_kv, ladder_of(store), slab)
-
-        with translated_out_of_memory(f"a cache of {capacity} tokens a row"):
-            self.store = DeviceStore(
-                stores, batch, executor, like, capacity, row_budgets, spare, takes_mean, holds_waiting,
-                sliding_windows, rewind,
-            )  # fmt: skip
-            self.kernels = executor.kernels(self.store)
-            shape = self._shape(0)
-            # Also for crops by a quad of tokens, whose bytes a relative budget takes away.
-            quads = [
-                QUAD * store.num_heads_kv * ladder.cost[-1]
-                for store, ladder in zip(stores, self.ladders, strict=True)
-            ]
-            new_pages, dropped = self._crop_bounds(shape, QUAD * TOKENS_PER_PAGE, max(quads))
-            self._decode = self.kernels.make_workspace(shape, len(stores), new_pages, dropped)
+    def __init__(self, store: DeviceStore, settings: Settings) -> None:
+        self.store, self._longest = store, store.capacity + LOOKAHEAD
+        self._rules: dict[str, Any] = {
+            "sink": settings.sink,
+            "recent": settings.recent,
+            "by_position": settings.importance == "recency",
+            "window": settings.residual,
+            "floor": round(settings.floor * 2**32),
+            "allocator": settings.allocator,
+            "rewind": settings.rewind,
+        }
+        self.ladders = [ladder_of(of) for of in store.stores]
+        self.kernels, shape = store.executor.kernels(store), self._shape(0)
+        # Also for crops by a quad of tokens, whose bytes a relative budget takes away.
+        most = max(QUAD * store.heads * ladder.cost[-1] for ladder in self.ladders)
+        new_pages, dropped = self._crop_bounds(shape, QUAD * TOKENS_PER_PAGE, most)
+        self._decode = self.kernels.make_workspace(shape, len(self.ladders), new_pages, dropped)
         self.restart(tidy=True)
 
     def copy(self) -> Reallocator:
@@ -128,7 +83,7 @@ class Reallocator:
         other, kept = copy(self), self._decode
         with translated_out_of_memory("a copy of a cache"):
             other.store = self.store.copy()
-            other.kernels = self._executor.kernels(other.store)
+            other.kernels = self.store.executor.kernels(other.store)
             other._decode = other.kernels.make_workspace(
                 kept.shape, len(self.ladders), kept.most_new_pages, kept.most_dropped
             )
@@ -169,12 +124,12 @@ class Reallocator:
                 budget[...] = int(np.iinfo(np.int64).max) if row_budgets is None else row_budgets[0]
             else:
                 of_rows = np.repeat(np.array(row_budgets, np.int64)[:, None], self.store.batch, 1)
-                self._executor.overwrite(budget, of_rows)
+                self.store.executor.overwrite(budget, of_rows)
             self._row_budgets = row_budgets
 
     def status(self, layer: int) -> int:
         """Bits of `PlanStatus` that a layer has met; waits for the device."""
-        return int(self._executor.to_host(self.store.tables["status"][layer])[0])
+        return int(self.store.executor.to_host(self.store.tables["status"][layer])[0])
 
     def is_tight(self, layer: int, length: int, row_budgets: RowBudgets) -> bool:
         """Whether so many bytes of a row may be too few for a plan of `length` tokens that is not compact."""
@@ -245,7 +200,7 @@ class Reallocator:
         self._plan_in_turns(0, layers, workspace, at_once, stream, lookahead, cropped=True)
         self._tidy = True
         if fallen:  # all demotions at once may take more memory than there is
-            for layer in np.flatnonzero(self._executor.to_host(self.store.tables["status"]) & RETRY):
+            for layer in np.flatnonzero(self.store.executor.to_host(self.store.tables["status"]) & RETRY):
                 self._plan_again(int(layer), workspace, stream, None, lookahead)
 
     def _crop_bounds(self, shape: PlanShape, tokens: int, nbytes: int) -> tuple[int, int]:
@@ -330,7 +285,7 @@ class Reallocator:
         waiting, self._pending, self._write_workspace = self._pending, [], None
         if not waiting:
             return
-        status = self._executor.to_host(self.store.tables["status"])
+        status = self.store.executor.to_host(self.store.tables["status"])
         for write in waiting:
             if status[write.layer, 0]:
                 new = write.new if status[write.layer, 0] & RETRY else None
@@ -342,7 +297,7 @@ class Reallocator:
         Where there was too little memory a plan has demoted what it could; where it had to make short chunks,
         the next one closes them up.
         """
-        tables, to_host = self.store.tables, self._executor.to_host
+        tables, to_host = self.store.tables, self.store.executor.to_host
         before: list[int] = []
         while True:
             tables["status"][layer] = 0

@@ -22,7 +22,7 @@ from kvlab.cache.launches import keep_launches, launch_again
 from kvlab.cache.options import MOST, CacheOptions, Limit, RowBudgets
 from kvlab.cache.plan import smallest_nbytes
 from kvlab.cache.reallocation import ladder_of
-from kvlab.cache.step import DeviceCache, Settings
+from kvlab.cache.step import DeviceCache
 from kvlab.cache.store import named_pages
 from kvlab.device import translated_out_of_memory
 from kvlab.errors import FormatError
@@ -316,19 +316,7 @@ class Runner:
     def _make(self, executor: Any, like: Any, length: int) -> DeviceCache:
         """Take memory for an empty cache, with room for rows of a length."""
         cache = self._options
-        settings = Settings(
-            num_heads_q=cache.num_heads_q,
-            sink=cache.sink,
-            recent=cache.recent,
-            residual=cache.residual,
-            allocator=cache.allocator,
-            realloc_every=cache.realloc_every,
-            ema_decay=cache.ema_decay,
-            floor=cache.floor,
-            rewind=self.limit.rewind,
-            importance="attention" if callable(cache.importance) else cache.importance,
-            by_function=callable(cache.importance),
-        )
+        settings = cache.settings(self.limit.rewind)
         row_budgets_of = partial(self.limit.row_budgets, batch=cache.batch)
         capacity = self._capacity(length)
         return DeviceCache(self._layers, cache.batch, settings, executor, like, capacity, row_budgets_of)

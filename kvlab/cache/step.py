@@ -11,7 +11,7 @@ Steps of many tokens are planned and written at once (prefill.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,39 +21,23 @@ from kvlab.arrays import CudaView
 from kvlab.cache.frame import LAST
 from kvlab.cache.ladder import Layer, first_seen, reach_of
 from kvlab.cache.launches import KnownStep, Lse, StepCalls
-from kvlab.cache.options import RowBudgets
+from kvlab.cache.options import RowBudgets, Settings
+from kvlab.cache.plan import spare_nbytes
 from kvlab.cache.reallocation import LOOKAHEAD, Reallocator, ladder_of
 from kvlab.cache.score import Collector
-from kvlab.cache.store import move_rows, reorder_rows
+from kvlab.cache.store import DeviceStore, move_rows, reorder_rows
 from kvlab.cache.waiting import Merged, Waiting, merged_tokens, waits_within
+from kvlab.device import translated_out_of_memory
 from kvlab.ops.cuda import pages as kernels
 from kvlab.ops.cuda.plan import Workspace
 from kvlab.pages import TOKENS_PER_PAGE
 
-__all__ = ["DeviceCache", "DeviceState", "RowBudgetsOf", "Settings"]
+__all__ = ["DeviceCache", "RowBudgetsOf"]
 
 RowBudgetsOf = Callable[[int], RowBudgets]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a cache is told once; names as for `MixedPrecisionCache`.
-
-    `by_function`: importance is a function of attention mass, called on the host, and `importance` that of
-    kernels which give the mass.
-    """
-
-    num_heads_q: int
-    sink: int
-    recent: int
-    residual: int
-    allocator: str
-    realloc_every: int
-    ema_decay: float
-    importance: str
-    floor: float
-    by_function: bool
-    rewind: int
+NO_TOKENS = CudaView(0, (0, 0, 0, 0), (0, 0, 0, 0), "float16", 0)
+OBSERVED_AS = {"mass": "mass", "key_norm": "norm", "nothing": "one"}
+"""What the importance of a new token of a step is, by what the policy observes."""
 
 
 class PlanMemory(NamedTuple):
@@ -67,8 +51,8 @@ class PlanMemory(NamedTuple):
     tight: Workspace | None
 
 
-class DeviceState:
-    """Arenas, tables and workspaces of all layers on one device.
+class DeviceCache:
+    """The layers of a cache on one device: arenas, tables, workspaces and what works on them.
 
     Parameters
     ----------
@@ -109,28 +93,19 @@ class DeviceState:
             waits_within(layer, ladder_of(layer.store), None if row_budgets is None else row_budgets[i])
             for i, layer in enumerate(self.layers)
         ]
-        settings = self.settings
-        self.reallocator = Reallocator(
-            [layer.stored for layer in self.layers],
-            self.batch,
-            self.executor,
-            self.like,
-            capacity,
-            _arena_budgets(self.layers, capacity, row_budgets_of(capacity), settings.rewind),
-            sink=settings.sink,
-            recent=settings.recent,
-            by_position=settings.importance == "recency",
-            window=settings.residual,
-            floor=settings.floor,
-            allocator=settings.allocator,
-            takes_mean=takes,
-            holds_waiting=holds,
-            sliding_windows=[layer.sliding_window for layer in self.layers],
-            rewind=settings.rewind,
-        )
+        budgets = _arena_budgets(self.layers, capacity, row_budgets_of(capacity), self.settings.rewind)
+        with translated_out_of_memory(f"a cache of {capacity} tokens a row"):
+            store = DeviceStore(
+                [layer.stored for layer in self.layers],
+                self.batch, self.executor, self.like, capacity, budgets,
+                spare=lambda of, slab: spare_nbytes(self.batch, of.num_heads_kv, ladder_of(of), slab),
+                takes_mean=takes, holds_waiting=holds, rewind=self.settings.rewind,
+                sliding_windows=[layer.sliding_window for layer in self.layers],
+            )  # fmt: skip
+            reallocator = Reallocator(store, self.settings)
         self.capacity, self.row_budgets_of = capacity, row_budgets_of
         self.waiting = Waiting(takes, holds, self.batch)
-        self._use(self.reallocator)
+        self._use(reallocator)
 
     def _use(self, reallocator: Reallocator) -> None:
         """Work on the pages of a reallocator from now on."""
@@ -196,33 +171,6 @@ class DeviceState:
             layer, new, addresses, before, stream, lookahead=lookahead, force=force, queries=queries
         )
         self.repeated[layer] = None
-
-
-def _arena_budgets(
-    layers: Sequence[Layer], capacity: int, row_budgets: RowBudgets, rewind: int
-) -> RowBudgets:
-    """Bytes of a row to have memory for; None: all tokens at the top rung, which may be the window's."""
-    if row_budgets is not None or not layers[0].residual:
-        return row_budgets
-    needs = []
-    for layer in layers:
-        store, exact = layer.store, layer.stored.page_bytes(len(layer.stored.ladder) - 1)
-        tokens = min(capacity, reach_of(layer.sliding_window, rewind) or capacity)
-        pages = tokens // TOKENS_PER_PAGE + (1 + (capacity >> 16)) * len(store.ladder)
-        longest = max(layer.residual, LAST - 1) if layer.takes_mean else layer.residual
-        window = -(-longest // TOKENS_PER_PAGE) + 2
-        packed = pages * store.page_bytes(len(store.ladder) - 1)
-        needs.append(store.num_heads_kv * (packed + window * exact) + store.fixed_nbytes)
-    return needs
-
-
-NO_TOKENS = CudaView(0, (0, 0, 0, 0), (0, 0, 0, 0), "float16", 0)
-OBSERVED_AS = {"mass": "mass", "key_norm": "norm", "nothing": "one"}
-"""What the importance of a new token of a step is, by what the policy observes."""
-
-
-class DeviceCache(DeviceState):
-    """The layers of a cache on one device; parameters as of `DeviceState`."""
 
     # ---- what a step does ----------------------------------------------------------------------------------
 
@@ -508,3 +456,21 @@ class DeviceCache(DeviceState):
         self.waiting.clear()
         self.lengths, self.since, self.lookahead, self.dropped = ([0] * len(self.layers) for _ in range(4))
         self.reallocator.restart(tidy=True)
+
+
+def _arena_budgets(
+    layers: Sequence[Layer], capacity: int, row_budgets: RowBudgets, rewind: int
+) -> RowBudgets:
+    """Bytes of a row to have memory for; None: all tokens at the top rung, which may be the window's."""
+    if row_budgets is not None or not layers[0].residual:
+        return row_budgets
+    needs = []
+    for layer in layers:
+        store, exact = layer.store, layer.stored.page_bytes(len(layer.stored.ladder) - 1)
+        tokens = min(capacity, reach_of(layer.sliding_window, rewind) or capacity)
+        pages = tokens // TOKENS_PER_PAGE + (1 + (capacity >> 16)) * len(store.ladder)
+        longest = max(layer.residual, LAST - 1) if layer.takes_mean else layer.residual
+        window = -(-longest // TOKENS_PER_PAGE) + 2
+        packed = pages * store.page_bytes(len(store.ladder) - 1)
+        needs.append(store.num_heads_kv * (packed + window * exact) + store.fixed_nbytes)
+    return needs
