@@ -1,4 +1,4 @@
-"""Two caches that are told the same by random stories: one on a CPU, one with another executor.
+"""Two caches that are told the same random calls: one on a CPU, one with another executor.
 
 What they hold must be the same after every call, token by token, bit for bit: pages and their widths, what is
 stored of each token, bytes, and what is refused. Importance comes from keys, positions or equal attention:

@@ -1,4 +1,4 @@
-"""A cache on a CPU and one whose plans the oracle makes, told the same: random stories."""
+"""A cache on a CPU and one whose plans the oracle makes, told the same random calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.cache.store import UNIT
 from kvlab.reference.cache_layer import Layer, Rung, Tokens
 from kvlab.reference.cache_plan import plan
-from tests.plans import CHOICES
+from tests.planner_simulation import CHOICES
 from tests.twins import Twins, assert_same
 
 

@@ -1,4 +1,4 @@
-"""The planner on the GPU against its oracle: equal tables and equal moves, over whole stories of a cache."""
+"""The planner on the GPU against its oracle: equal tables and equal moves, over whole runs of a cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvlab.cache.plan import choose_optimum, crop_bounds, decode_bounds
 from kvlab.cache.store import STATE
 from kvlab.ops.cuda import plan
 from kvlab.reference.cache_layer import RETRY, Change, Layer, Tokens
-from tests.plans import LADDERS, PAGE, Simulation, draw_tokens, empty_layer, story_budget
+from tests.planner_simulation import LADDERS, PAGE, Simulation, draw_tokens, empty_layer, run_budget
 
 TABLES = (
     "arena", "rung", "count", "index", "base", "num_pages", "open", "used", "slab_count", "slabs",
@@ -137,34 +137,34 @@ def compare(device: Device, number: int, change: Change, expected: Change, layer
     assert change.copies == copies
 
 
-def run_story(story: dict[str, Any]) -> int:
-    """Play a story on the oracle and every change of it on the GPU; the number of changes."""
-    name, batch, heads = story["name"], story["batch"], story["heads"]
-    rng = np.random.default_rng(story["seed"])
-    total = sum(story["lengths"]) + 16 * story["steps"]
-    budget = story_budget(story)
-    slabs = 40 + batch * heads * (3 * total // PAGE + 10) * (1 if story["tight_slabs"] else 4) // 2
+def play_run(run: dict[str, Any]) -> int:
+    """Play a run on the oracle and every change of it on the GPU; the number of changes."""
+    name, batch, heads = run["name"], run["batch"], run["heads"]
+    rng = np.random.default_rng(run["seed"])
+    total = sum(run["lengths"]) + 16 * run["steps"]
+    budget = run_budget(run)
+    slabs = 40 + batch * heads * (3 * total // PAGE + 10) * (1 if run["tight_slabs"] else 4) // 2
     entries = 3 * total // PAGE + 40
     simulations = []
-    for _ in range(story["layers"]):
+    for _ in range(run["layers"]):
         layer = empty_layer(name, batch, heads, entries, budget, slabs)
-        layer.seqlen = story["first"]
-        window = story["window"] if len(layer.rungs) > 1 else 0
-        rules = {rule: story[rule] for rule in ("floor", "reach", "choose")}
+        layer.seqlen = run["first"]
+        window = run["window"] if len(layer.rungs) > 1 else 0
+        rules = {rule: run[rule] for rule in ("floor", "reach", "choose")}
         simulations.append(Simulation(layer, name, window=window, **rules))
     most = (
-        batch * heads * entries if not story["tight_slabs"] else batch * heads * 96,
+        batch * heads * entries if not run["tight_slabs"] else batch * heads * 96,
         batch * heads * entries,
     )
     changes = 0
 
     def change(new: list[Tokens] | None, bounds: tuple[int, int], cropped: bool = False) -> int:
         nonlocal changes
-        rewind = story["reach"] // 3
-        device = Device([s.layer for s in simulations], story["reach"] - rewind)
-        by_position = story["by_position"]
+        rewind = run["reach"] // 3
+        device = Device([s.layer for s in simulations], run["reach"] - rewind)
+        by_position = run["by_position"]
         rules = {"by_position": by_position, "cropped": cropped, "window": simulations[0].window}
-        rules |= {"allocator": story["choose"], "floor": story["floor"], "rewind": rewind}
+        rules |= {"allocator": run["choose"], "floor": run["floor"], "rewind": rewind}
         found = device.plan(name, new, simulations[0], bounds, **rules)
         status = 0
         for number, simulation in enumerate(simulations):
@@ -175,38 +175,38 @@ def run_story(story: dict[str, Any]) -> int:
             changes += 1
         return status
 
-    def settle(bounds: tuple[int, int], cropped: bool = False) -> None:
+    def replan(bounds: tuple[int, int], cropped: bool = False) -> None:
         for _ in range(60):
             if not change(None, bounds, cropped):
                 return
         raise AssertionError("no end")
 
-    for n in story["lengths"]:
-        kind = story["kind"]
+    for n in run["lengths"]:
+        kind = run["kind"]
         new = [draw_tokens(rng, batch, heads, n, s.layer.seqlen, kind) for s in simulations]
         for _ in range(60):
             if not change(new, most) & RETRY:
                 break
         else:
             raise AssertionError("no end")
-        settle(most)
+        replan(most)
     shape = plan.PlanShape(batch, heads, entries, 1, False, 2, 0)
     bounds = decode_bounds(shape, LADDERS[name][0])
-    if story["reach"]:  # between two plans so many tokens leave the sliding window
+    if run["reach"]:  # between two plans so many tokens leave the sliding window
         bounds = crop_bounds(shape, LADDERS[name][0], PAGE, 0)
-    for step in range(story["steps"]):
+    for step in range(run["steps"]):
         for simulation in simulations:
             simulation.append(rng.integers(0, 256, (batch * heads, 16)).astype(np.uint8))
             simulation.observe(rng)
-        settle(bounds if step and not story["tight"] else most)
+        replan(bounds if step and not run["tight"] else most)
     cropped = int(rng.random() * (total - 16))
     for simulation in simulations:
         simulation.forget(cropped)
-    settle(most, cropped=True)
+    replan(most, cropped=True)
     return changes
 
 
-def draw_story(seed: int) -> dict[str, Any]:
+def draw_run(seed: int) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     lengths = [int(n) for n in rng.integers(0, 900, rng.integers(1, 4))]
     return {
@@ -233,19 +233,19 @@ PLAIN = {
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_stories(seed: int) -> None:
-    assert run_story(draw_story(seed)) > 0
+def test_random_runs(seed: int) -> None:
+    assert play_run(draw_run(seed)) > 0
 
 
 def test_all_layers_in_one_launch() -> None:
-    story = draw_story(3) | PLAIN | {"layers": 3, "name": "2348", "steps": 6}
-    story |= {"lengths": [700], "share": 0.2, "batch": 2, "heads": 3}
-    assert run_story(story) == 27
+    run = draw_run(3) | PLAIN | {"layers": 3, "name": "2348", "steps": 6}
+    run |= {"lengths": [700], "share": 0.2, "batch": 2, "heads": 3}
+    assert play_run(run) == 27
 
 
 def test_long_sequences_with_many_warps_a_class() -> None:
-    story = draw_story(0) | {"name": "2348", "heads": 1, "batch": 1, "lengths": [70_000, 3000], "steps": 2}
-    run_story(story | PLAIN | {"share": 0.1, "first": 0})
+    run = draw_run(0) | {"name": "2348", "heads": 1, "batch": 1, "lengths": [70_000, 3000], "steps": 2}
+    play_run(run | PLAIN | {"share": 0.1, "first": 0})
 
 
 def test_comparison_refuses_wrong_tables() -> None:

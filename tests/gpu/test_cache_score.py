@@ -25,7 +25,7 @@ from kvlab.pages import decode_importance, encode_importance
 from kvlab.reference import packed as reference
 from kvlab.reference.cache_layer import PAGE, QUAD, UNIT, Layer
 from tests.gpu.test_cache_plan import Device
-from tests.plans import Simulation, draw_tokens, empty_layer, tables_of
+from tests.planner_simulation import Simulation, draw_tokens, empty_layer, tables_of
 
 TOKENS = 40  # since the last collection
 QUADS = 20

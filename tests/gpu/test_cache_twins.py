@@ -1,4 +1,4 @@
-"""A cache on a CPU and one on a GPU, told the same: random stories, compared after every call."""
+"""A cache on a CPU and one on a GPU, told the same random calls, compared after every call."""
 
 from __future__ import annotations
 

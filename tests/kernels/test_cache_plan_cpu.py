@@ -18,13 +18,13 @@ from kvlab.cache.plan import choose_on_host
 from kvlab.cache.reallocation import ladder_of
 from kvlab.reference.cache_layer import RETRY, SEGMENT, Change, Ladder, Layer, Tokens
 from kvlab.reference.cache_plan import Choose, by_price, plan, uniform
-from tests.plans import (
+from tests.planner_simulation import (
     CHOICES,
     LADDERS,
     Simulation,
     draw_tokens,
     empty_layer,
-    planner_stories,
+    planner_runs,
     play,
     tables_of,
 )
@@ -99,10 +99,10 @@ class Compared(Simulation):
         return super().change(new, by_position, most_new_pages)
 
 
-@given(story=planner_stories())
+@given(run=planner_runs())
 @settings(deadline=None, max_examples=25)
-def test_every_change_is_that_of_the_oracle(story: dict) -> None:
-    play(story, Compared)
+def test_every_change_is_that_of_the_oracle(run: dict) -> None:
+    play(run, Compared)
 
 
 def test_new_pages_are_cut_down_as_by_the_oracle() -> None:

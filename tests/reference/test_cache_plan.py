@@ -13,13 +13,21 @@ from kvlab.pages import decode_importance, encode_importance
 from kvlab.reference import cache_plan
 from kvlab.reference.cache_layer import OVER_BUDGET, PAGE, Ladder, Tokens
 from kvlab.reference.cache_plan import token_weight
-from tests.plans import LADDERS, Simulation, draw_tokens, empty_layer, planner_stories, play, smallest
+from tests.planner_simulation import (
+    LADDERS,
+    Simulation,
+    draw_tokens,
+    empty_layer,
+    planner_runs,
+    play,
+    smallest,
+)
 
 
-@given(story=planner_stories())
+@given(run=planner_runs())
 @settings(deadline=None, max_examples=25)
-def test_every_change_keeps_the_promises(story: dict) -> None:
-    play(story, Simulation)
+def test_every_change_keeps_the_promises(run: dict) -> None:
+    play(run, Simulation)
 
 
 @given(seed=st.integers(0, 2**32 - 1), name=st.sampled_from(["2348", "248", "04"]), share=st.floats(0.1, 0.9))

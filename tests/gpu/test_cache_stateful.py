@@ -1,4 +1,4 @@
-"""Random stories of a cache on a GPU: every operation in any order, each step against float64."""
+"""Random calls of a cache on a GPU: every operation in any order, each step against float64."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tests.compare import assert_accurate
 from tests.gpu.packed_cases import low_precision, to_numpy, to_torch
 from tests.gpu.test_cache import draw, make, step
 from tests.held import pages_of, seen_of
-from tests.stories import CacheStory
+from tests.stateful_cache import StatefulCache
 
 
-class Story(CacheStory):
+class Machine(StatefulCache):
     make, step_all = staticmethod(make), staticmethod(step)
     draw, put = staticmethod(draw), staticmethod(to_torch)
 
@@ -28,7 +28,7 @@ class Story(CacheStory):
             assert_accurate(out, wanted, low)
 
 
-TestStories = Story.TestCase
-TestStories.settings = settings(
+TestStateful = Machine.TestCase
+TestStateful.settings = settings(
     max_examples=40, stateful_step_count=15, deadline=None, phases=[Phase.generate]
 )

@@ -1,4 +1,4 @@
-"""Random stories of a cache on kernels in NumPy: what the host decides around them."""
+"""Random calls of a cache on kernels in NumPy: what the host decides around them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvlab.ops.packed import packed_attention
 from tests.cache.host.cases import draw, make, step
 from tests.cache.host.noted import install
 from tests.held import pages_of, seen_of
-from tests.stories import CacheStory
+from tests.stateful_cache import StatefulCache
 
 
-class Story(CacheStory):
+class Machine(StatefulCache):
     step_all, draw, put = staticmethod(step), staticmethod(draw), staticmethod(np.asarray)
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Story(CacheStory):
             assert np.abs(cache.attend(layer, q) - wanted).max() < 4e-3
 
 
-TestStories = Story.TestCase
-TestStories.settings = settings(
+TestStateful = Machine.TestCase
+TestStateful.settings = settings(
     max_examples=15, stateful_step_count=12, deadline=None, phases=[Phase.generate]
 )

@@ -1,7 +1,7 @@
-"""Random stories of a cache on a GPU: every operation in any order, on the cache and on lists of tokens.
+"""Random calls of a cache on a GPU: every operation in any order, on the cache and on lists of tokens.
 
-Who tells a story says how a cache is made, stepped and checked: on a GPU (tests/gpu/test_cache_stories.py),
-on kernels in NumPy (tests/cache/host/test_stories.py). A step is compared with attention over what the pages
+Subclasses say how a cache is made, stepped and checked: on a GPU (tests/gpu/test_cache_stateful.py),
+on kernels in NumPy (tests/cache/host/test_stateful.py). A step is compared with attention over what the pages
 hold; after each operation budget and memory hold, and every row has its tokens, each once.
 """
 
@@ -32,7 +32,7 @@ LADDERS = {
 
 @st.composite
 def options_of_caches(draw: st.DrawFn) -> dict[str, Any]:
-    """Options of `MixedPrecisionCache` on a GPU that hold a story."""
+    """Options of `MixedPrecisionCache` on a GPU that hold a run."""
     bits = draw(st.sampled_from(list(LADDERS)))
     options = {
         "bits": bits,
@@ -55,7 +55,7 @@ def options_of_caches(draw: st.DrawFn) -> dict[str, Any]:
     return options
 
 
-class CacheStory(RuleBasedStateMachine):
+class StatefulCache(RuleBasedStateMachine):
     """Subclasses say how a cache is made, stepped and attended, and how tokens are drawn and put there."""
 
     make: Any

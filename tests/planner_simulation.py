@@ -41,7 +41,7 @@ LADDERS = {
 
 
 @st.composite
-def planner_stories(draw: st.DrawFn) -> dict[str, object]:
+def planner_runs(draw: st.DrawFn) -> dict[str, object]:
     return {
         "name": draw(st.sampled_from(sorted(LADDERS))),
         "batch": draw(st.integers(1, 2)),
@@ -110,15 +110,15 @@ def smallest(name: str, heads: int, tokens: int) -> int:
     return heads * (-(-tokens // PAGE) * cost[0] + 4 * cost[-1]) + 100
 
 
-def story_budget(story: dict[str, Any]) -> int:
+def run_budget(run: dict[str, Any]) -> int:
     """The budget of a row: somewhere above what suffices, or hardly enough for as few pages as can be."""
-    name, heads, cost = story["name"], story["heads"], LADDERS[story["name"]][0].cost
-    total = sum(story["lengths"]) + 16 * story["steps"]
-    exact = -(-story["window"] // PAGE)
-    if story["tight"]:  # tokens may lie in two segments, and new pages may be open in both
+    name, heads, cost = run["name"], run["heads"], LADDERS[run["name"]][0].cost
+    total = sum(run["lengths"]) + 16 * run["steps"]
+    exact = -(-run["window"] // PAGE)
+    if run["tight"]:  # tokens may lie in two segments, and new pages may be open in both
         return heads * ((total // PAGE + 2) * cost[0] + (2 + exact) * cost[-1]) + 100
     least = smallest(name, heads, total) + heads * exact * cost[-1]
-    return int(least + story["share"] * (2 * heads * total * cost[-1] / PAGE))
+    return int(least + run["share"] * (2 * heads * total * cost[-1] / PAGE))
 
 
 def identities(layer: Layer, address: int) -> np.ndarray:
@@ -173,7 +173,7 @@ class Simulation:
         self.check(before, change)
         return change
 
-    def settle(self, by_position: bool) -> Change:
+    def replan(self, by_position: bool) -> Change:
         """Plan without new tokens until all is well: a second plan closes up short chunks."""
         for _ in range(40):
             change = self.change(by_position=by_position)
@@ -351,37 +351,37 @@ class Simulation:
                 codes[:] = np.clip(codes + rng.integers(-9, 10, PAGE), 0, 255)
 
 
-def play(story: dict[str, Any], kind: type[Simulation]) -> None:
-    """Carry out a story: prefills, then decode steps with a plan every 16 tokens, then a crop."""
-    name, batch, heads = story["name"], story["batch"], story["heads"]
-    rng = np.random.default_rng(story["seed"])
-    total = sum(story["lengths"]) + 16 * story["steps"]
-    budget = story_budget(story)
-    slabs = 40 + batch * heads * (3 * total // PAGE + 10) * (1 if story["tight_slabs"] else 4) // 2
+def play(run: dict[str, Any], kind: type[Simulation]) -> None:
+    """Carry out a run: prefills, then decode steps with a plan every 16 tokens, then a crop."""
+    name, batch, heads = run["name"], run["batch"], run["heads"]
+    rng = np.random.default_rng(run["seed"])
+    total = sum(run["lengths"]) + 16 * run["steps"]
+    budget = run_budget(run)
+    slabs = 40 + batch * heads * (3 * total // PAGE + 10) * (1 if run["tight_slabs"] else 4) // 2
     layer = empty_layer(name, batch, heads, 3 * total // PAGE + 40, budget, slabs)
-    layer.seqlen = story["first"]
-    window = story["window"] if len(layer.rungs) > 1 else 0
-    rules = {rule: story[rule] for rule in ("floor", "reach", "choose")}
+    layer.seqlen = run["first"]
+    window = run["window"] if len(layer.rungs) > 1 else 0
+    rules = {rule: run[rule] for rule in ("floor", "reach", "choose")}
     simulation = kind(layer, name, window=window, **rules)
-    for n in story["lengths"]:
-        new = draw_tokens(rng, batch, heads, n, layer.seqlen, story["kind"])
+    for n in run["lengths"]:
+        new = draw_tokens(rng, batch, heads, n, layer.seqlen, run["kind"])
         for _ in range(40):
-            if not simulation.change(new, story["by_position"]).status & RETRY:
+            if not simulation.change(new, run["by_position"]).status & RETRY:
                 break
         else:
             raise AssertionError("no end")
-        simulation.settle(story["by_position"])
+        simulation.replan(run["by_position"])
     shape = PlanShape(batch, heads, layer.rung.shape[1], len(layer.rungs), layer.evicts, 2, 0)
     new_pages, dropped = decode_bounds(shape, LADDERS[name][0])
-    if story["reach"]:  # between two plans so many tokens leave the sliding window
+    if run["reach"]:  # between two plans so many tokens leave the sliding window
         new_pages, dropped = crop_bounds(shape, LADDERS[name][0], PAGE, 0)
-    for step in range(story["steps"]):
+    for step in range(run["steps"]):
         simulation.append(rng.integers(0, 256, (batch * heads, 16)).astype(np.uint8))
         simulation.observe(rng)
-        change = simulation.settle(story["by_position"])
+        change = simulation.replan(run["by_position"])
         # The first one still closes what prefills have left open; one level for all may change any page.
-        if step and not story["tight"] and story["choose"] != "uniform":
+        if step and not run["tight"] and run["choose"] != "uniform":
             assert change.new_pages <= new_pages
             assert change.dropped <= dropped
-    simulation.forget(int(story["cropped"] * (layer.seqlen - story["first"])))
-    simulation.settle(story["by_position"])
+    simulation.forget(int(run["cropped"] * (layer.seqlen - run["first"])))
+    simulation.replan(run["by_position"])
