@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
-__all__ = ["share"]
+__all__ = ["run_parallel"]
 
 
 @cache
@@ -26,7 +26,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_pool.cache_clear)  # its threads do not exist in a child
 
 
-def share(work: Callable[..., object], *args: Any, alone: bool = False) -> None:
+def run_parallel(work: Callable[..., object], *args: Any, alone: bool = False) -> None:
     """Run ``work(*args)`` here, and at the same time on helpers; return when all that began have ended.
 
     Parameters
@@ -37,7 +37,7 @@ def share(work: Callable[..., object], *args: Any, alone: bool = False) -> None:
     *args
         For every run.
     alone : bool
-        Use this thread only: for work too short to share. Otherwise as many threads as
+        Use this thread only: for work too short to divide. Otherwise as many threads as
         `numba.get_num_threads` says.
 
     Examples
@@ -47,7 +47,7 @@ def share(work: Callable[..., object], *args: Any, alone: bool = False) -> None:
     >>> def work(items, done):
     ...     while items:
     ...         done.append(items.pop())
-    >>> share(work, items, done)
+    >>> run_parallel(work, items, done)
     >>> sorted(done) == list(range(100))
     True
     """

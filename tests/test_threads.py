@@ -10,11 +10,11 @@ import pytest
 
 FORKED = """
 import multiprocessing, numpy, kvlab
-from kvlab.threads import share
+from kvlab.threads import run_parallel
 
 def work(x):
     packed, items, done = kvlab.pack(x, 3), list(range(100)), []
-    share(lambda: [done.append(items.pop()) for _ in range(50)])  # the caller and one helper
+    run_parallel(lambda: [done.append(items.pop()) for _ in range(50)])  # the caller and one helper
     return [packed, kvlab.unpack(packed, 3, x.size)]
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from kvlab.pages import (
     prepared_frames,
     side_formats,
 )
-from kvlab.threads import share
+from kvlab.threads import run_parallel
 
 __all__ = ["CPU", "AppendCall", "AttendCall", "CpuExecutor", "CpuKernels", "Workspace", "levels_of"]
 
@@ -201,7 +201,7 @@ class CpuKernels:
                 *lists, copies, _, _, _ = finish_plan(tables, rules, new, groups, status)
                 workspace.moves[layer], workspace.copies[layer] = (lists[0], lists[1]), copies
 
-        share(plan, alone=layers == 1)
+        run_parallel(plan, alone=layers == 1)
 
     def write_tokens(
         self, first: int, layers: int, lists: tuple[Workspace, int], groups: int, new_tokens: Any, stream: int
@@ -215,7 +215,7 @@ class CpuKernels:
             if len(moves):
                 new = self._new_tokens(layer, new_tokens)
                 begins = np.flatnonzero(np.diff(moves[:, 1], prepend=np.int64(-1), append=np.int64(-1)))
-                share(
+                run_parallel(
                     write_moves, np.zeros(1, np.int64), begins, moves, self.store.arenas[layer],
                     self.tables(layer).rungs, self._formats(layer), self._frames(layer), new,
                     alone=len(moves) < _PARALLEL_MOVES,

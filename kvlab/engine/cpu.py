@@ -18,7 +18,7 @@ from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.engine.packing import unpaired
 from kvlab.engine.sampling import Sampling
 from kvlab.engine.weights import Layer, Matrix, Weights
-from kvlab.threads import share
+from kvlab.threads import run_parallel
 
 __all__ = ["CpuExecutor", "rotation"]
 
@@ -204,7 +204,7 @@ class CpuExecutor:
             part = x[first : first + MOST_TOKENS]
             quads = part.reshape(len(part), -1, 2, 1, 2)  # c, c + 1 | c + 2, c + 3, each for rows g and g + 8
             spread = np.ascontiguousarray(np.broadcast_to(quads, (*quads.shape[:3], 2, 2))).reshape(-1)
-            share(
+            run_parallel(
                 multiply, np.zeros(1, np.int64), packed, tiles, blocks, code, spread, len(part),
                 y[first : first + MOST_TOKENS], alone=len(part) * packed.size < _WORTH_SHARING,
             )  # fmt: skip

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import Array, ArrayT, dtype_name, like_first, to_numpy_view
-from kvlab.threads import share
+from kvlab.threads import run_parallel
 
 if TYPE_CHECKING:
     from kvlab.ops.attention_call import Scores, Sequences
@@ -120,7 +120,7 @@ def attend_places(
     out = np.empty(views.q.shape, views.q.dtype)
     lse = np.empty((out.shape[0], out.shape[2], out.shape[1]), np.float32)
     places = views.places
-    share(
+    run_parallel(
         kernels.attend, np.zeros(1, np.int64),
         items_of(places[:, 2] * group, kv_heads, kernels.PANELS * kernels.PANEL), places, limits,
         *map(split_by_width, views[:3]), views.dtype_code, group, *score_numbers(scores),

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from kvlab.arrays import ArrayT, like_first, to_numpy_view
 from kvlab.ops.cpu.attention import Views, items_of, lay_out, score_numbers, split_by_width, worth_sharing
-from kvlab.threads import share
+from kvlab.threads import run_parallel
 
 if TYPE_CHECKING:
     from kvlab.ops.attention_call import Scores, Sequences
@@ -55,14 +55,14 @@ def attend_backward(
     numbers = score_numbers(scores)
     places, alone = views.places, not worth_sharing(views, products=3)
     inputs = [split_by_width(x) for x in (above, *views[:3])]
-    share(
+    run_parallel(
         kernels.backward_queries, np.zeros(1, np.int64),
         items_of(places[:, 2] * group, kv_heads, kernels.PANELS * kernels.PANEL), places,
         *inputs, split_by_width(rows_out), logs, views.dtype_code, group, *numbers, np.float32(scores.scale),
         delta, dq, alone=alone,
     )  # fmt: skip
     # Under a causal mask the first keys are the dearest.
-    share(
+    run_parallel(
         kernels.backward_keys, np.zeros(1, np.int64),
         items_of(places[:, 4], kv_heads, kernels.TILES * kernels.KEYS)[::-1], places,
         *inputs, logs, delta, views.dtype_code, group, *numbers, np.float32(abs(scores.scale)), dk, dv,

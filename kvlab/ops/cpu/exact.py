@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.threads import share
+from kvlab.threads import run_parallel
 
 __all__ = ["ExactResult", "attend_exact", "exact_mass"]
 
@@ -60,7 +60,7 @@ def exact_mass(
     left_out = np.isposinf(last).swapaxes(1, 2)
     if left_out.any():
         q = np.where(left_out[..., None], np.float32(0), q)
-    share(
+    run_parallel(
         sum_exact_mass, np.zeros(1, np.int64), q, k, visible, np.float32(scale), np.float32(softcap), last,
         mass, alone=q.size * mass.shape[2] < _WORTH_SHARING,
     )  # fmt: skip
@@ -99,7 +99,7 @@ def attend_exact(
     batch, rows, heads_q, _ = queries.shape
     out, lse = np.empty(queries.shape, np.float32), np.empty((batch, heads_q, rows), np.float32)
     factors = np.float32(scale), np.float32(softcap)
-    share(
+    run_parallel(
         kernels.attend_exact, np.zeros(1, np.int64), queries, keys, values, seen, *factors, out, lse,
         alone=queries.size * keys.shape[1] < _WORTH_SHARING,
     )  # fmt: skip

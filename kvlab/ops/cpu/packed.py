@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvlab.arrays import Array, ArrayT, like_first, to_numpy_view
 from kvlab.ops.packed import Layout, PackedAttention, Pages, Window
 from kvlab.pages import QUAD, TOKENS_PER_PAGE
-from kvlab.threads import share
+from kvlab.threads import run_parallel
 
 __all__ = ["attend", "attend_into", "mass"]
 
@@ -191,7 +191,7 @@ def _attend_few_rows(call: _CpuCall, pages: Pages, pairs: int, query_rows: int) 
     splits = call.splits(pairs * blocks, _ITEMS, _QUADS_PER_ITEM)
     parts = np.empty((2, pairs, blocks, splits, rows, head_dim), np.float32)
     row_max, row_sum = np.empty((2, pairs, blocks, splits, rows), np.float32)
-    share(
+    run_parallel(
         kernels.attend_pages, np.zeros(1, np.int64), (coded, raw, bias, lowest), call.places_table, places,
         pages.layouts[0].itemsize, call.softcap, call.kept, call.kept_from, (parts, row_max, row_sum),
         alone=call.alone,
@@ -212,7 +212,7 @@ def _attend_many_rows(call: _CpuCall, pages: Pages, pairs: int, query_rows: int)
     # Two parts for each range of quads: those with coded values and those with raw ones.
     shape = (pairs, blocks, 2 * call.splits(pairs * blocks, _ITEMS // 4, 4 * _QUADS_PER_ITEM), rows)
     parts, (row_max, row_sum) = np.zeros((2, *shape, head_dim), np.float32), np.empty((2, *shape), np.float32)
-    share(
+    run_parallel(
         kernels.attend_rows, np.zeros(1, np.int64), (coded, raw, lowest), call.places_table, places,
         call.softcap, call.kept, call.kept_from, (parts, row_max, row_sum), alone=call.alone,
     )  # fmt: skip
@@ -232,5 +232,5 @@ def mass(scores: ArrayT, lse: Array, pages: Pages, group: int) -> ArrayT:
     num_pages = np.ascontiguousarray(pages.num_pages).reshape(pairs)
     flat = np.ascontiguousarray(kept).reshape(pairs, quads, rows, slots)
     alone = flat.size < _WORTH_SHARING // 16
-    share(sum_mass, np.zeros(1, np.int64), flat, last, count, num_pages, group, mass, alone=alone)
+    run_parallel(sum_mass, np.zeros(1, np.int64), flat, last, count, num_pages, group, mass, alone=alone)
     return like_first(mass.reshape(batch, kv_heads, QUAD * quads, TOKENS_PER_PAGE), scores)
