@@ -109,15 +109,15 @@ class CpuKernels:
 
         if layer not in self._tables:
             store, layouts = self.store, self.store.stores[layer].layouts
-            pairs = store.batch * store.heads
+            num_bh = store.batch * store.heads
             rungs = [(x.nbytes // UNIT, store.slab[layer] // x.nbytes, x.positions) for x in layouts]
             mine: dict[str, Any] = {name: table[layer] for name, table in store.tables.items()}
             for name in ("rung", "count", "index", "base", "open"):
-                mine[name] = mine[name].reshape(pairs, mine[name].shape[2])
+                mine[name] = mine[name].reshape(num_bh, mine[name].shape[2])
             self._tables[layer] = Tables(
                 np.array(rungs, np.int64).reshape(len(layouts), 3), store.arenas[layer], mine["rung"],
                 mine["count"], mine["index"].view(np.uint32), mine["base"].view(np.uint16),
-                mine["num_pages"].reshape(pairs), mine["open"], mine["used"], mine["slab_count"],
+                mine["num_pages"].reshape(num_bh), mine["open"], mine["used"], mine["slab_count"],
                 mine["slabs"], mine["free_slabs"], mine["num_free"], mine["entry_of"].view(np.uint32),
                 mine["slab_slot"], mine["budget"], mine["status"],
                 mine.get("waits", np.zeros(store.batch, np.int32)),
@@ -166,7 +166,7 @@ class CpuKernels:
         from kvlab.numba_kernels.cpu.cache_groups import NewTokens, Rules
         from kvlab.numba_kernels.cpu.cache_plan import choose_levels, count_tokens, finish_plan
 
-        store, pairs = self.store, self.store.batch * self.store.heads
+        store, num_bh = self.store, self.store.batch * self.store.heads
         mask = (
             array_at(valid, (store.batch, num_new), "bool")
             if valid
@@ -181,7 +181,7 @@ class CpuKernels:
                 layer = waiting.pop()
                 length = int(store.tables["seqlen"][layer].max(initial=0))
                 seqlen = first_position + num_new if num_new else length
-                new = NewTokens(array_at(codes, (pairs, num_new), "uint8"), mask, at)
+                new = NewTokens(array_at(codes, (num_bh, num_new), "uint8"), mask, at)
                 oldest = first_seen(seqlen, store.reach(layer, rewind))
                 rules = Rules(
                     store.heads, int(store.stores[layer].evicts), store.slab[layer] // UNIT,
@@ -472,13 +472,13 @@ class AttendCall:
 
     def __call__(self, view: CudaView, out: int, lse: int, stream: int) -> None:
         """Attend with the queries of a view; write to contiguous float32 arrays at two addresses."""
-        (batch, steps, heads, _), (*pairs, entries) = view.shape, self._pages.rung.shape
-        quads, slots = (*pairs, entries // QUAD), QUAD * TOKENS_PER_PAGE
+        (batch, steps, heads, _), (*bh, entries) = view.shape, self._pages.rung.shape
+        quads, slots = (*bh, entries // QUAD), QUAD * TOKENS_PER_PAGE
         kept = np.empty((*quads, 0), np.float32) if self._scores is None else self._scores.view(np.float32)
         results = array_at(out, view.shape, "float32"), array_at(lse, (batch, heads, steps), "float32")
         attend_into(
             *results, kept.reshape(*quads, kept.shape[-1] // slots, slots), view_at(view), self._pages,
-            heads // pairs[1], self._scale, self._softcap, self._window,
+            heads // bh[1], self._scale, self._softcap, self._window,
         )  # fmt: skip
 
 

@@ -92,7 +92,7 @@ class GpuKernels:
     def take_rows(self, move: RowMove, stream: int) -> None:
         """Let rows become others; takes its memory before anything changes."""
         store, layers, like = self.store, len(self.store.stores), self.store.like
-        pages = store.pairs * store.entries
+        pages = store.num_bh * store.entries
         lists = np.concatenate([move.rows, move.origins, move.kept])
         numbers = to_device(lists, like)
         memory = empty((layers * (20 * pages + 4),), "uint8", like)
@@ -130,11 +130,11 @@ class GpuKernels:
     def attention_workspace(self, rows: int, semaphores: Any = None) -> packed.Workspace:
         """Memory of attention calls with so many query rows of a KV head."""
         store = self.store
-        return packed.make_workspace(store.like, store.pairs, rows, store.head_dim, semaphores)
+        return packed.make_workspace(store.like, store.num_bh, rows, store.head_dim, semaphores)
 
     def most_query_tokens(self, group: int) -> int:
         """How many query tokens an attention call takes."""
-        return packed.most_query_tokens(self.store.pairs * self.store.entries, group, self.device)
+        return packed.most_query_tokens(self.store.num_bh * self.store.entries, group, self.device)
 
     kept_quad_bytes = staticmethod(packed.kept_quad_bytes)
 

@@ -77,7 +77,7 @@ class StepCalls:
         self._kernels, self._store, self._num_heads_q = kernels, store, num_heads_q
         self._executor = store.executor
         self._collector, self._waiting = collector, waiting
-        self._pairs, self._group = store.batch * store.heads, num_heads_q // store.heads
+        self._num_bh, self._group = store.batch * store.heads, num_heads_q // store.heads
         self._steps: dict[Any, tuple[Any, Any, Lse]] = {}
         self._appends: dict[Any, Any] = {}
         self._lse: dict[int, Lse] = {}

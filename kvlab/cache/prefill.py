@@ -63,7 +63,7 @@ def step(
     window = _window(cache, layer, valid, steps)
     memory = _begin(cache, layer, [k, v], valid, row_budgets, stream)
     new = _kept(cache, layer, [k, v], views[1:], valid, row_budgets)
-    codes = executor.empty((cache.pairs, steps), "uint8", k)  # all memory is taken before anything changes
+    codes = executor.empty((cache.num_bh, steps), "uint8", k)  # all memory is taken before anything changes
     out, lse = attend_new(executor, q, k, v, valid, scale, softcap, window)
     collects = cache.collects(layer, steps)
     received = None
@@ -100,7 +100,7 @@ def append(
     stream = executor.stream(k)
     memory = _begin(cache, layer, arrays, valid, row_budgets, stream)
     new = _kept(cache, layer, arrays, views, valid, row_budgets)
-    codes = executor.empty((cache.pairs, steps), "uint8", k)
+    codes = executor.empty((cache.num_bh, steps), "uint8", k)
     cache.kernels.score_norms(k, codes, cache.settings.importance, stream)
     if cache.observes[layer] == "mass":
         _ask_function(cache, layer, codes, valid)

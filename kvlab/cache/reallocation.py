@@ -250,9 +250,9 @@ class Reallocator:
         `moves_stored`: plans may change pages of stored tokens, too.
         """
         if self._write_workspace is None or self._write_workspace[0] != (steps, moves_stored):
-            pairs, shape = self.store.batch * self.store.heads, self._shape(steps)
-            pages = pairs * self.store.entries if moves_stored else 0
-            new_pages = pairs * (steps // TOKENS_PER_PAGE + 2 + shape.segments) + pages
+            num_bh, shape = self.store.batch * self.store.heads, self._shape(steps)
+            pages = num_bh * self.store.entries if moves_stored else 0
+            new_pages = num_bh * (steps // TOKENS_PER_PAGE + 2 + shape.segments) + pages
             with translated_out_of_memory(f"the plan of {steps} new tokens"):
                 workspace = self.kernels.make_workspace(shape, 1, new_pages, max(pages, 1))
             self._write_workspace = (steps, moves_stored), workspace

@@ -76,7 +76,7 @@ class DeviceCache:
         store, self.executor, self.batch = layers[0].store, executor, batch
         self.layers, self.settings, self.like = layers, settings, like
         self.device = executor.view(like, "q").device
-        self.pairs, self.group = batch * store.num_heads_kv, settings.num_heads_q // store.num_heads_kv
+        self.num_bh, self.group = batch * store.num_heads_kv, settings.num_heads_q // store.num_heads_kv
         self.lengths, self.since, self.lookahead, self.dropped = ([0] * len(layers) for _ in range(4))
         windows = [layer.sliding_window for layer in layers if layer.sliding_window]
         self.most_steps = min([kernels.MAX_STEPS, *windows])  # tokens of a step that all see each other
@@ -407,7 +407,7 @@ class DeviceCache:
             raise
         self.reallocator.restart(tidy=old["reallocator"].tidy)
         self.waiting.take_rows(old["waiting"], rows)
-        self.pairs = self.store.batch * self.store.heads
+        self.num_bh = self.store.batch * self.store.heads
 
     def _end_waiting(self, layers: Sequence[int], stream: int) -> None:
         """Take the means of rows that wait, however few tokens they have, and store these."""

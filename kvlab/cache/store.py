@@ -205,7 +205,7 @@ class DeviceStore:
         self.widest = first.exact_layout
         self.stores, self.capacity = stores, capacity
         self.batch, self.heads, self.head_dim = batch, first.num_heads_kv, first.head_dim
-        self.pairs, self.num_rungs = self.batch * self.heads, max(len(store.ladder) for store in stores)
+        self.num_bh, self.num_rungs = self.batch * self.heads, max(len(store.ladder) for store in stores)
         segments = -(-capacity // (1 << 16))
         others = OPEN_PAGES + 2 + self.num_rungs * (segments + QUAD - 1)  # open, left over, and fillers
         pages = -(-capacity // TOKENS_PER_PAGE) + others
@@ -217,7 +217,7 @@ class DeviceStore:
             if reach:
                 entries = min(-(-reach // TOKENS_PER_PAGE) + others, entries)
             most = None if row_budgets is None else batch * row_budgets[number]
-            slab, num_slabs = slabs_of(store, self.pairs * entries, most)
+            slab, num_slabs = slabs_of(store, self.num_bh * entries, most)
             self.slab.append(slab)
             self.num_slabs.append(num_slabs)
         self.max_slabs = max(self.num_slabs)
@@ -225,7 +225,7 @@ class DeviceStore:
             slab // min(layout.nbytes for layout in store.layouts)
             for slab, store in set(zip(self.slab, stores, strict=True))
         )
-        waiting = self.pairs * WAITING_PAGES * self.widest.nbytes
+        waiting = self.num_bh * WAITING_PAGES * self.widest.nbytes
         arenas = [
             slab * n + waits * waiting
             for slab, n, waits in zip(self.slab, self.num_slabs, self.holds_waiting, strict=True)
@@ -294,21 +294,21 @@ class DeviceStore:
     def _shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shape of a layer and dtype of each table: first those that are not all 0 in an empty store."""
         table = (self.batch, self.heads, self.entries)
-        pairs, slabs = table[:2], (self.max_slabs,)
+        bh, slabs = table[:2], (self.max_slabs,)
         return {
             "waits": ((self.batch,), "int32"),
             "num_free": ((1,), "int32"),
             "free_slabs": (slabs, "int32"),
-            "open": ((*pairs, OPEN_PAGES), "int32"),
+            "open": ((*bh, OPEN_PAGES), "int32"),
             "rung": (table, "uint8"),
             "count": (table, "uint8"),
             "index": (table, "int32"),
             "base": (table, "int16"),
-            "num_pages": (pairs, "int32"),
-            "k_mean": ((*pairs, self.head_dim), "float16"),
-            "k_shift": ((*pairs, self.head_dim), "uint8"),
-            "asked": ((*pairs, self.head_dim), "float32"),
-            "seqlen": (pairs, "int32"),
+            "num_pages": (bh, "int32"),
+            "k_mean": ((*bh, self.head_dim), "float16"),
+            "k_shift": ((*bh, self.head_dim), "uint8"),
+            "asked": ((*bh, self.head_dim), "float32"),
+            "seqlen": (bh, "int32"),
             "used": ((RUNGS,), "int32"),
             "slab_count": ((RUNGS,), "int32"),
             "slabs": ((self.num_rungs, *slabs), "int32"),

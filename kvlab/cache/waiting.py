@@ -157,8 +157,8 @@ class Merged(NamedTuple):
     """New tokens of a call behind waiting ones, `before` of them, as a plan takes them in.
 
     k, v (batch, before + steps, heads, head_dim); valid (batch, before + steps) uint8, importance
-    (pairs, before + steps) uint8 and positions (batch, before + steps) int32, which the device fills. Without
-    waiting tokens there is `valid` alone.
+    (batch * heads, before + steps) uint8 and positions (batch, before + steps) int32, which the device fills.
+    Without waiting tokens there is `valid` alone.
     """
 
     executor: Any

@@ -36,9 +36,9 @@ class OraclesKernels(cpu.CpuKernels):
                 mask = np.ones((store.batch, num_new), bool)
                 if valid:
                     mask = cpu.array_at(valid, mask.shape, "bool")
-                pairs = store.batch * store.heads
+                num_bh = store.batch * store.heads
                 at = cpu.array_at(positions, mask.shape, "int32") if positions else None
-                new = Tokens(cpu.array_at(codes, (pairs, num_new), "uint8"), mask, first_position, at)
+                new = Tokens(cpu.array_at(codes, (num_bh, num_new), "uint8"), mask, first_position, at)
             n, tables = len(t.rungs), t[1:8]
             layer = Layer(
                 store.batch, store.heads, tuple(Rung(*map(int, rung)) for rung in t.rungs),
