@@ -4,7 +4,7 @@ A model calls `step` once a layer: the new queries attend every stored token, st
 and the new tokens exactly and causally; then the new tokens are stored. While the bytes last, tokens stay at
 the highest rung; when a page is needed that does not fit, the least important tokens of the row are demoted.
 
-What lies where: options.py (what a cache is told once, and bytes a row may take), ladder.py (widths, and what
+What lies where: options.py (options, and bytes a row may take), ladder.py (widths, and what
 is fixed of a layer), importance.py and score.py (scores), frame.py (the mean taken off keys; waiting.py:
 tokens that wait for it), runner.py (checks and memory), step.py and prefill.py (steps of few and of many
 tokens), launches.py (a step's launches), store.py (pages and tables, beams, copies), reallocation.py and

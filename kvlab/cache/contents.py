@@ -1,8 +1,8 @@
 """What a cache holds, apart from the memory that it lies in: what files, pickles and other devices get.
 
-Pages are listed in the order of the page tables, pool by pool, so where they lay is not told; what a page
-table says besides is kept as it is: open pages without a token, and fillers, which are the other entries
-without one. A cache that takes contents over goes on as the one would that they are of.
+Pages are listed in the order of the page tables, pool by pool; where they lay in memory is left out. All else
+of a page table is kept: open pages without a token, and fillers, which are the other entries without one. A
+cache that is filled with contents goes on as the cache they come from would.
 """
 
 from __future__ import annotations

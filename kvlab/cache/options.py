@@ -1,4 +1,4 @@
-"""What a cache is told once: its options, each listed here and nowhere else, their checks, and the budget.
+"""Options of a cache, each listed here and nowhere else, their checks, and the byte budget.
 
 The fields are the signature of `MixedPrecisionCache`, whose docstring says what they mean, and what a saved
 cache is made from again.
@@ -136,7 +136,7 @@ def _refuses_by_name(kind: type[CacheOptions]) -> type[CacheOptions]:
 
 @dataclass(frozen=True)
 class Settings:
-    """What plans and steps of a cache are told once; names as for `MixedPrecisionCache`.
+    """Options that plans and steps of a cache need; names as for `MixedPrecisionCache`.
 
     `by_function`: importance is a function of attention mass, called on the host, and `importance` that of
     kernels which give the mass.
@@ -230,7 +230,7 @@ class CacheOptions:
         return tuple(x or 0 for x in of_layers)
 
     def settings(self, rewind: int) -> Settings:
-        """What plans and steps are told, with another `rewind`."""
+        """The options that plans and steps need, with another `rewind`."""
         found: dict[str, Any] = {x.name: getattr(self, x.name, None) for x in fields(Settings)}
         called = callable(self.importance)
         found |= {"rewind": rewind, "by_function": called}

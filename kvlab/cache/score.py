@@ -2,8 +2,8 @@
 
 Bringing the importance of one layer up to date is little work, which mostly waits for its launch and for
 memory: 4.8 us at batch 1 and 32K tokens on an H200, where attention takes 17. So neighbouring layers keep
-their scores side by side, and the last one has all of them brought up to date. Nothing may change pages
-before that, so whoever is about to calls `flush`.
+their scores side by side, and the last one has all of them brought up to date. Pages must not change before
+that: code that changes them calls `flush` first.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Collector:
         self._steps, self._tokens = steps, tokens
 
     def after(self, layer: int, steps: int, collected: bool, stream: int) -> None:
-        """Count in a step of a layer; the last layer of a group settles."""
+        """Count in a step of a layer; the last layer of a group flushes."""
         if collected:
             self._pending = range(self._pending.start if self._pending else layer, layer + 1)
         group_ends = (layer + 1) % self._group(steps) == 0 if self._pending else False

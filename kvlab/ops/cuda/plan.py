@@ -2,8 +2,8 @@
 
 ``kvlab.reference.cache_plan`` says what is decided, ``kernels/cuda/plan/plan.cu``, ``plan/moves.cu`` and
 ``plan/tables.cu`` do it on `LayerState` structs in device memory. A call waits for nothing and allocates
-nothing: what happened is in the tables, in the lists of moves (`Workspace.move_lists`), which whoever called
-has carried out before anything else reads the pages, and in each layer's status.
+nothing. What it decided is in the tables, in the lists of moves (`Workspace.move_lists`) and in each layer's
+status. The caller has the moves carried out before anything else reads the pages.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class PlanShape:
     batch, heads, entries : int
         Of the page tables.
     num_rungs : int
-        Rungs that hold pages; `evicts`: whether tokens may be dropped besides.
+        Rungs that hold pages; `evicts`: whether tokens may be dropped, too.
     segments : int
         Runs of 65,536 positions, counted to the last position that an open page is made for.
     new_tokens : int
@@ -186,7 +186,7 @@ def make_workspace(
 
     A call adds at most `most_new_pages` pages to a layer and drops at most `most_dropped`; see
     `decode_bounds`. A prefill of n tokens adds at most ``batch * heads * (n // 16 + 1 + segments)`` pages
-    besides the stored ones it demotes.
+    and as many as stored ones that it demotes.
     """
     sizes = _sizes(shape, most_new_pages, most_dropped)
     offsets, total = {}, 0
