@@ -387,8 +387,11 @@ class Limit:
         if self.budget.fraction is None:
             return None
         length, fraction = max(seqlen, self._plan_length), self.budget.fraction
-        tokens = [min(length, reach_of(window, self.rewind) or length) for window in self._windows]
-        return [max(int(fraction * (self._fp16_token * n)), self._fixed_nbytes) for n in tokens]
+        given = {}  # layers are often alike
+        for window in set(self._windows):
+            tokens = min(length, reach_of(window, self.rewind) or length)
+            given[window] = max(int(fraction * (self._fp16_token * tokens)), self._fixed_nbytes)
+        return [given[window] for window in self._windows]
 
     def smallest_nbytes(self, seqlen: int) -> int:
         """Bytes of a row, in all layers by their shares, with which so many tokens fit for certain."""

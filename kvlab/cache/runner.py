@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -41,10 +41,10 @@ def smallest_of(layers: Sequence[Layer]) -> Callable[[int, int, int], int]:
     """Return a function: layer, tokens of a row, `rewind` -> bytes with which it does, however they come."""
     window, heads = layers[0].residual, layers[0].store.num_heads_kv
     kinds = [(ladder_of(layer.stored), layer.store.fixed_nbytes) for layer in layers]
+    known = lru_cache(maxsize=64)(partial(smallest_nbytes, window=window))  # layers are often alike
 
     def smallest(layer: int, tokens: int, rewind: int) -> int:
-        reach = reach_of(layers[layer].sliding_window, rewind)
-        return smallest_nbytes(tokens, heads, *kinds[layer], window=window, reach=reach)
+        return known(tokens, heads, *kinds[layer], reach=reach_of(layers[layer].sliding_window, rewind))
 
     return smallest
 
