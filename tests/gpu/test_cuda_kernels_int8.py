@@ -33,7 +33,7 @@ each_size = pytest.mark.parametrize("size", [1, 2])  # times up to 4 query rows
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
 @each_size
 def test_pages_of_all_widths(dtype: str, head_dim: int, size: int) -> None:
     pages = draw_pages(head_dim, dtype, head_dim, WIDTHS, np.array([[40, 7], [0, 200]]))

@@ -69,7 +69,7 @@ def rows_of_tile(bits: int, w: Array, i: int, alone: bool, lifted: bool) -> list
 
 @pytest.mark.parametrize("bits", WIDTHS)
 @pytest.mark.parametrize("side", ["k", "v"])
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
 def test_masked_words_are_the_codes(bits: int, side: str, head_dim: int) -> None:
     """And bytes stand for the columns that packed/int8_mma.cuh says."""
     codes, words = draw_words(bits, head_dim, side)

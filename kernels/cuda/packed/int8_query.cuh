@@ -6,7 +6,6 @@
 #include "packed/int8_mma.cuh"
 
 constexpr bool THREE_BITS = WIDTHS_K & 2, ONE_KEY_WIDTH = (WIDTHS_K & (WIDTHS_K - 1)) == 0;
-constexpr int TWOS_D = TILES_D / 2;
 constexpr float MOST = 127 * 256 + 127;
 
 // The rows of a lane, and B fragments of two tiles, and those for 3 bits, where columns 0 to 7 are a quarter.
@@ -49,7 +48,7 @@ __device__ __forceinline__ void start_scores(int sum, u32 (&start)[4]) {
     }
 }
 
-// Rows j of the lanes as a B fragment of two tiles.
+// Rows j of the lanes as a B fragment of two tiles, of which the second is 0 if there is none.
 template <bool OF_3>
 __device__ __forceinline__ uint2 fixed_point_row(const float* rows, int row_count, int j, int two, int lane) {
     const float* row = rows + min(LANE_ROWS * (lane / 8) + j, row_count - 1) * ROW_FLOATS;
@@ -60,7 +59,8 @@ __device__ __forceinline__ uint2 fixed_point_row(const float* rows, int row_coun
     u32 x[2][2][2], part[2];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const float2 pair = ((const float2*)row)[16 * two + 4 * i + u];
+        const bool there = TILES_D % 2 == 0 || 2 * two + i / 2 < TILES_D;
+        const float2 pair = there ? ((const float2*)row)[16 * two + 4 * i + u] : float2{0.f, 0.f};
         const float own = OF_3 && i % 2 == 0 ? .25f * factor : factor;
         x[i / 2][i % 2][0] = __float_as_uint(fmaf(pair.x, own, 12582912.f + 128.f));
         x[i / 2][i % 2][1] = __float_as_uint(fmaf(pair.y, own, 12582912.f + 128.f));
@@ -121,7 +121,7 @@ __device__ __forceinline__ void load_query(float* rows, int row_count, int lane,
     }
     store_fragments(rows, row_count, lane);
     query.stored = (const uint2*)rows + lane;
-    query.stored_sums = (const int2*)(rows + 8 * HEAD_DIM) + LANE_ROWS * (lane % 4);
+    query.stored_sums = (const int2*)(rows + FRAGMENT_FLOATS) + LANE_ROWS * (lane % 4);
     query.stored_units = (const float2*)query.stored_sums + 8;
     if (LANE_ROWS == 1) {
 #pragma unroll

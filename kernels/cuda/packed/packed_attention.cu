@@ -23,7 +23,7 @@
 //
 // Widths below 16 are multiplied as 8-bit integers (packed/int8_mma.cuh; INT8_MMA is 1 for up to 4 query
 // rows, 2 for 8); columns of a lane are then the two bytes of a row. Where width 16 occurs, and at head_dim
-// 80 and 256, INT8_MMA is 0 and coded tiles are float16 whatever the cache is (pages/codes.cuh). The range of
+// 256, INT8_MMA is 0 and coded tiles are float16 whatever the cache is (pages/codes.cuh). The range of
 // float16 is narrow, so q, and p times the scale of V, each have a factor, a power of 2, that brings the
 // largest near the top of it: for q from the rows of a sequence (packed/scores.cuh), for p from the largest
 // scale met so far (packed/online_softmax.cuh).
@@ -160,7 +160,7 @@ struct Schedule {
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const __grid_constant__ Call call) {
     extern __shared__ __align__(128) u8 shared[];
     __shared__ __align__(16) u8 labels[WARPS][MAX_STAGES][LABEL_BYTES];  // of slots
-    __shared__ __align__(8) float rows[8 * ROW_FLOATS + 16];             // or what load_query makes of them
+    __shared__ __align__(8) float rows[ROWS_FLOATS];                     // or what load_query makes of them
     __shared__ int arrived;
     __shared__ Schedule schedules[WARPS];
     const int warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
@@ -425,14 +425,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
 // clang-format off
 // gate: HEAD_DIM=64,128 BF16=0,1 WIDTHS_K=31 WIDTHS_V=31 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 INT8_MMA=0 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=64,128 BF16=0,1 WIDTHS_K=31 WIDTHS_V=31 WARPS=8 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 INT8_MMA=0 registers<=255 arch=sm_100a,sm_120a
-// gate: HEAD_DIM=64,96,128 BF16=0,1 WIDTHS_K=15 WIDTHS_V=15 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 INT8_MMA=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=64,80,96,128 BF16=0,1 WIDTHS_K=15 WIDTHS_V=15 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 INT8_MMA=1 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=8 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 INT8_MMA=1 registers<=255 arch=sm_100a,sm_120a
 // gate: HEAD_DIM=128 BF16=1 WIDTHS_K=1 WIDTHS_V=1 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 INT8_MMA=1 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=128 BF16=1 WIDTHS_K=8 WIDTHS_V=8 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 INT8_MMA=1 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=12 SOFTCAP=1 WINDOW=0 KEEP_SCORES=1,4 INT8_MMA=1 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=8 SOFTCAP=1 WINDOW=1 KEEP_SCORES=1,4 INT8_MMA=1 registers<=255 arch=sm_90a
 // gate: HEAD_DIM=128 BF16=1 WIDTHS_K=16 WIDTHS_V=16 WARPS=8 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 INT8_MMA=0 registers<=255 arch=sm_90a,sm_120a
-// gate: HEAD_DIM=64,96,128 BF16=0,1 WIDTHS_K=15 WIDTHS_V=15 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 INT8_MMA=2 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=64,80,96,128 BF16=0,1 WIDTHS_K=15 WIDTHS_V=15 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 INT8_MMA=2 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=8 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 INT8_MMA=2 registers<=255 arch=sm_100a,sm_120a
 // gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=12 SOFTCAP=1 WINDOW=0 KEEP_SCORES=1 INT8_MMA=2 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=128 BF16=1 WIDTHS_K=15 WIDTHS_V=15 WARPS=8 SOFTCAP=1 WINDOW=0 KEEP_SCORES=4 INT8_MMA=2 registers<=255 arch=sm_90a

@@ -36,7 +36,7 @@ KEPT_ROW_BYTES = 64 + 4
 """Of a row of a quad, kept as bytes: a code for each slot, and what they are relative to."""
 
 _ROWS = 8  # query rows of a sequence of the kernel: the columns of its matrix products
-_INT8_ROWS, _INT8_WIDTHS, _INT8_HEAD_DIMS = 4, {2, 3, 4, 8}, (64, 96, 128)  # of 8-bit integer products
+_INT8_ROWS, _INT8_WIDTHS, _INT8_HEAD_DIMS = 4, {2, 3, 4, 8}, (64, 80, 96, 128)  # of 8-bit integer products
 _MERGE_ROWS, _ENOUGH_STAGES, _MAX_STAGES = 4, 3, 6
 _SHIFT = 112  # how far a page may be from the place in its slot where it has room
 _FLAG = {2: 1, 3: 2, 4: 4, 8: 8, 16: 16}
