@@ -40,8 +40,13 @@ struct Sequence {
     int number, pair, first_row, rows;  // of all sequences; its (row, KV head); its query rows
 };
 
+// The pair of a sequence, of which a pair has one for each block of 8 query rows.
+__device__ __forceinline__ u32 pair_of(u32 number, u32 blocks) {
+    return blocks == 1 ? number : number / blocks;
+}
+
 __device__ __forceinline__ Sequence sequence_at(const Call& call, u32 number) {
-    const u32 blocks = (call.rows + 7u) / 8u, pair = blocks == 1 ? number : number / blocks;
+    const u32 blocks = (call.rows + 7u) / 8u, pair = pair_of(number, blocks);
     const int first = 8 * (number - pair * blocks);
     return {(int)number, (int)pair, first, min(8, call.rows - first)};
 }

@@ -136,7 +136,7 @@ __device__ __forceinline__ void load_query(float* rows, int row_count, int lane,
                            THREE_BITS ? add_up<true>(query, j) : 0};
         if (LANE_ROWS == 1)
             query.sums[j] = sums;
-        else if (lane < 4) {  // every warp the same
+        else if (threadIdx.x / 32 == 0 && lane < 4) {
             ((int2*)query.stored_sums)[j] = sums;
             ((float2*)query.stored_units)[j] = query.units[j];
         }
@@ -147,5 +147,5 @@ __device__ __forceinline__ void load_query(float* rows, int row_count, int lane,
                 asm volatile("" : "+r"(query.start[j][r]));  // or it is computed for every quad
         }
     }
-    __syncwarp();  // sums are stored
+    if (LANE_ROWS > 1) __syncthreads();  // sums are stored
 }

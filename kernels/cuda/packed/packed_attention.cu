@@ -153,7 +153,7 @@ __device__ __forceinline__ int owner(u32 position, u32 total, u32 ctas) {
 // What a CTA knows of the division of the list but rarely needs, so not worth registers.
 struct Schedule {
     int begin, first_cta, num_splits;  // of its range
-    int total, ctas;                   // quads in all, CTAs that have any
+    int total, ctas, each;             // quads in all, CTAs that have any, quads of each or 0 (`find_place`)
     int queried;                       // the sequence whose query has been read, or -1
 };
 
@@ -192,8 +192,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
     const bool estimated = range.num_splits && range.number == estimate.number;
     const bool known = estimated && range.first_cta == estimate.first_cta &&
                        (end <= 1 || range.num_splits == estimate.num_splits);
+    const int each = call.num_rungs > 1 && !range.num_splits && ctas ? (total + ctas - 1) / ctas : 0;
     if (lane == 0)
-        schedule = {begin, range.first_cta, range.num_splits, total, ctas, estimated ? range.number : -1};
+        schedule = {
+            begin, range.first_cta, range.num_splits, total, ctas, each, estimated ? range.number : -1};
     __syncwarp();                                                         // it is written
     int number = range.number, start = range.start, quads = range.quads;  // of the sequence at hand
 
@@ -210,10 +212,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
         if (quad >= quad_count) return;
         const Schedule of = schedule;
         const int position = of.begin + warp + quad * WARPS;
-        const Place place =
-            of.num_splits ? Place{number, number, b - of.first_cta + of.num_splits * position}
-                          : find_place(call.num_pages, blocks, of.total, call.num_rungs > 1 ? of.ctas : 0,
-                                       position, number, start, quads);
+        const Place place = of.num_splits
+                                ? Place{number, number, b - of.first_cta + of.num_splits * position}
+                                : find_place(call.num_pages, blocks, of.each, position, number, start, quads);
         own = entry_at(call, place, lane % 4);
         if (WINDOW) look_through_window(call, own, lane % 4);
     };

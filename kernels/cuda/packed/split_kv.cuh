@@ -139,16 +139,16 @@ __device__ __forceinline__ Entry entry_at(const Call& call, const Place& place, 
 }
 
 // The place of the quad at a position of the whole list, at or after the cursor (number, start, quads). Each
-// lane its own; once in 8 quads, and not worth its instructions elsewhere. `ctas` is 0 if there is one rung.
-// What it needs of the call comes in registers: through a reference it would come from memory.
-__device__ __noinline__ Place find_place(const int* num_pages, int blocks, int total, int ctas, int position,
-                                         int number, int start, int quads) {
-    int pair = (u32)number / (u32)blocks;
+// lane its own; once in 8 quads, and not worth its instructions elsewhere. `each` is how many a CTA has, or 0
+// if there is one rung. What it needs of the call comes in registers: through a reference it would come from
+// memory.
+__device__ __noinline__ Place find_place(const int* num_pages, int blocks, int each, int position, int number,
+                                         int start, int quads) {
     while (position >= start + quads) {
         start += quads;
-        pair = (u32)++number / (u32)blocks;
-        quads = quads_of(num_pages, pair);
+        quads = quads_of(num_pages, pair_of(++number, blocks));
     }
-    const u32 columns = ctas ? min(quads, max(4, 2 * quads / ((total + ctas - 1) / ctas))) : 1;
-    return {number, pair, (int)quad_at(position - start, quads, columns)};
+    const int pair = pair_of(number, blocks), p = position - start;
+    if (each == 0) return {number, pair, p};
+    return {number, pair, (int)quad_at(p, quads, min(quads, max(4, 2 * quads / each)))};
 }
