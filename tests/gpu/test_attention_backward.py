@@ -232,7 +232,7 @@ def test_sections_of_many_sequences_have_the_bits_of_one(dim: int, causal: bool)
     rng = np.random.default_rng(dim)
     bounds = np.cumsum([0, *rng.integers(1, 1200, 20)]).astype(np.int32)
     pairs, blocks = 20 * 8, torch.cuda.get_device_properties(0).multi_processor_count
-    assert num_sections(pairs, 1200 // 128, dim, blocks, causal, True) > 1
+    assert num_sections(pairs, 1200 // 128, 3, dim, blocks, causal, True) > 1
     q, k, v, dout = (
         torch.from_numpy(rng.standard_normal((bounds[-1], h, dim), np.float32)).cuda().bfloat16()
         for h in (24, 8, 8, 24)

@@ -88,7 +88,7 @@ def test_parts_of_the_keys_one_after_the_other(
 def test_tiles_split_over_keys(implementation: str) -> None:
     """The same bits fifty times, whichever part of a tile comes last and merges."""
     case = zigzag(8192, 8, 3, heads=(4, 1), head_dim=128, seed=5)
-    parts = [other_keys(case, 1), case]
+    parts = [next(x for x in (other_keys(case, seed) for seed in range(20)) if len(x.k)), case]
     first, _ = new_results(case)
     merge(parts, first, implementation=implementation)
     assert_right(parts, first)

@@ -15,6 +15,7 @@ from kvlab.ops.cuda.attention_backward_split import (
     CLUSTER,
     _time,
     divide,
+    num_sections,
     steps_of,
 )
 from kvlab.reference.attention import visible_keys
@@ -81,3 +82,28 @@ def test_short_calls_share_keys_and_full_ones_do_not() -> None:
     assert divide(short, 1, 1, 132, 2, CLUSTER) == CLUSTER // 2
     assert divide(short, 1, 1, 132, 1, 1) == 1
     assert divide(short, 1, 1, 4, 1, CLUSTER) <= 2  # as many as such a device holds
+
+
+def test_sections_of_deterministic_calls_are_those_that_were_fastest() -> None:
+    """Pairs of a section, where an H100 was given 2 to 64 of them, by tokens, heads, KV heads, channels."""
+    for (sequences, tokens, heads, heads_kv, dim), pairs in {
+        (1, 16384, 16, 16, 128): 16, (1, 8192, 16, 16, 128): 16, (1, 32768, 16, 16, 128): 16,
+        (1, 16384, 32, 8, 128): 8, (2, 8192, 64, 8, 128): 4, (2, 4096, 64, 8, 128): 8,
+        (8, 2048, 32, 8, 128): 16, (8, 2048, 32, 8, 64): 16, (1, 16384, 32, 32, 64): 16,
+    }.items():  # fmt: skip
+        group, all_pairs = heads // heads_kv, sequences * heads_kv
+        found = num_sections(all_pairs, tokens // 128, group, dim, 132, True, True)
+        assert all_pairs / found == pairs
+
+
+@given(
+    st.integers(1, 4096), st.integers(1, 512), st.integers(1, 64), st.sampled_from([64, 96, 128]),
+    st.integers(1, 200), st.booleans(),
+)  # fmt: skip
+def test_sections_are_filled(
+    pairs: int, tiles: int, group: int, dim: int, multiprocessors: int, causal: bool
+) -> None:
+    """A section of a deterministic call has tiles for all blocks, if there are several."""
+    found = num_sections(pairs, tiles, group, dim, multiprocessors, causal, True)
+    assert 1 <= found <= pairs
+    assert found == 1 or pairs // found * tiles >= 1.9 * multiprocessors

@@ -276,7 +276,8 @@ def _list_builder(
     if head_dim:
         pairs, of_pair = number * k.shape[-2], -(-longest_k // block_n)
         causal = fields["right"] < longest_k
-        sections = num_sections(pairs, of_pair, head_dim, multiprocessors(k.device), causal, deterministic)
+        blocks, group = multiprocessors(k.device), fields["group"]
+        sections = num_sections(pairs, of_pair, group, head_dim, blocks, causal, deterministic)
     return ListBuilder(
         Tiling(1, block_n, block_m), (number, longest_k, longest_q), k.shape[0], k.shape[-2], 1,
         (fields["right"], fields["left"]), 0, call.longest is not None, k.device, deterministic,

@@ -28,21 +28,29 @@ _GAIN = 0.95  # of the time before, at most, for more blocks than needed
 _PAIRS_OF_SECTION = {64: 8, 96: 4, 128: 2}
 _TILES_OF_BLOCK, _TILES_OF_BLOCK_IN_ORDER = 0.9, 1.9
 
+# Of a deterministic call: rows of a run (LONGEST_RUN in kernels/cuda/attention/backward_steps_sm90.cuh), what
+# runs of a section may take of L2, and blocks on a pair at least. Measured on an H100.
+_ROWS_OF_RUN = {64: 256, 96: 512, 128: 512}
+_RUN_BYTES, _BLOCKS_OF_PAIR = 16 << 20, 8
+
 
 def num_sections(
-    pairs: int, tiles: int, head_dim: int, multiprocessors: int, causal: bool, deterministic: bool
+    pairs: int, tiles: int, group: int, head_dim: int, multiprocessors: int, causal: bool, deterministic: bool
 ) -> int:
     """Return into how many sections the list of persistent blocks is divided.
 
     While blocks work on few (sequence, KV head) pairs, Q, dout and dq of these stay in L2. On too few pairs,
     blocks that add to the same rows of dq slow each other down. Without a causal mask and in any order, all
-    blocks walk the same rows together, which stay in L2 anyway.
+    blocks walk the same rows together, which stay in L2 anyway. So do those of a pair in a deterministic
+    call, where a block waits for all before it on the pair: there are as many pairs as runs of rows fit.
 
     Parameters
     ----------
     pairs : int
     tiles : int
         Of a pair.
+    group : int
+        Query heads of a pair.
     head_dim : int
         Channels of the kernel.
     multiprocessors : int
@@ -54,14 +62,24 @@ def num_sections(
     --------
     8 sequences of 2,048 tokens and 8 KV heads; one of them:
 
-    >>> num_sections(64, 16, 128, 132, True, False), num_sections(8, 16, 128, 132, True, False)
+    >>> num_sections(64, 16, 4, 128, 132, True, False), num_sections(8, 16, 4, 128, 132, True, False)
     (8, 1)
+
+    2 sequences of 8,192 tokens, 8 KV heads of 8 query heads each, in any order and deterministic:
+
+    >>> [num_sections(16, 64, 8, 128, 132, True, deterministic) for deterministic in (False, True)]
+    [8, 4]
     """
     if not causal and not deterministic:
         return 1
     of_block = _TILES_OF_BLOCK_IN_ORDER if deterministic else _TILES_OF_BLOCK
     least = math.ceil(of_block * multiprocessors / max(1, tiles))
-    return max(1, pairs // max(_PAIRS_OF_SECTION[head_dim], least))
+    most = max(1, pairs // max(_PAIRS_OF_SECTION[head_dim], least))
+    if not deterministic:
+        return most
+    bytes_of_run = 8 * group * _ROWS_OF_RUN[head_dim] * head_dim  # Q, dout, and dq in float32
+    fit = min(_RUN_BYTES // bytes_of_run, multiprocessors // _BLOCKS_OF_PAIR)
+    return min(most, math.ceil(pairs / max(1, fit)))
 
 
 def steps_of(

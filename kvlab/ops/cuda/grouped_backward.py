@@ -203,8 +203,8 @@ class _ListedCall:
         causal, persistent = call.scores.right == 0, cluster_split == 1
         sections = 1
         if persistent:
-            blocks = multiprocessors(device)
-            sections = num_sections(pairs, of_pair, plan.head_dim, blocks, causal, deterministic)
+            blocks, group = multiprocessors(device), fields["group"]
+            sections = num_sections(pairs, of_pair, group, plan.head_dim, blocks, causal, deterministic)
         most_rows = sum(-(-rows // block_m) * block_m for rows in longest)
         builder = ListBuilder(
             Tiling(1, block_n, block_m), (sequences, longest_k, most_rows), k.shape[0], k.shape[1], 1,
