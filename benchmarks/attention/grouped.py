@@ -1,12 +1,12 @@
 """Grouped attention, one launch beside separate calls of the same kernels, from CUDA graphs of one call each.
 
-    python benchmarks/attention/grouped.py OUT.json [--only forward|backward|bytes] [--cases TEXT]
+    python benchmarks/attention/grouped.py OUT.json [--only WHAT] [--cases TEXT] [--sm-margin N]
 
 Cases are ranks of 8 in zigzag context parallelism (two groups), and 2 to 16 groups of few rows whose prefixes
 end evenly spaced. Heads are query heads / KV heads, of 128 channels, in bfloat16 under a causal mask. Before
 gradients are timed they are compared with those of separate calls, and deterministic ones with themselves.
-Contestants take turns, in another order in each; medians of 5 turns count. bytes: what a forward call reads
-from memory, by Nsight Compute.
+Contestants take turns, in another order in each; medians of 5 turns count. WHAT is forward, backward (both
+without it) or bytes: what a forward call reads from memory, by Nsight Compute.
 """
 
 from __future__ import annotations
@@ -75,16 +75,18 @@ def arguments(groups: Groups, tokens: int, heads: tuple[int, int]) -> tuple[list
     }
 
 
-def forward(case: str) -> Calls:
+def forward(case: str, sm_margin: int) -> Calls:
     (*q, k, v), own = arguments(*CASES[case])
+    own["sm_margin"] = sm_margin
     return {
         name: partial(kvlab.grouped_attention_varlen, q, k, v, implementation=name, **own)
         for name in ("separate", "listed", "paired")
     }
 
 
-def backward(case: str) -> Calls:
+def backward(case: str, sm_margin: int) -> Calls:
     (*q, k, v), own = arguments(*CASES[case])
+    own["sm_margin"] = sm_margin
     outs, lses = kvlab.grouped_attention_varlen(q, k, v, return_lse=True, **own)
     douts = [torch.randn_like(x) for x in q]
     calls: Calls = {
@@ -111,13 +113,13 @@ def flat(gradients: tuple[list[Any], Any, Any]) -> list[Any]:
     return [*gradients[0], *gradients[1:]]
 
 
-def measure(kind: str, case: str) -> dict[str, Any]:
+def measure(kind: str, case: str, sm_margin: int) -> dict[str, Any]:
     """Return medians, and how many times faster than separate calls of the same kind each is; or bytes."""
     if kind == "bytes":
         groups, tokens, heads = CASES[case]
-        counted, reason = bytes_read(tokens, groups, (*heads, HEAD_DIM))
+        counted, reason = bytes_read(tokens, groups, (*heads, HEAD_DIM), sm_margin)
         return {"kind": kind, "case": case, "counted": counted or {"nothing": reason}}
-    calls, stream = {"forward": forward, "backward": backward}[kind](case), torch.cuda.Stream()
+    calls, stream = {"forward": forward, "backward": backward}[kind](case, sm_margin), torch.cuda.Stream()
     with torch.cuda.stream(stream):
         graphs = {name: recorded(call, stream=stream) for name, call in calls.items()}
     timings = time_by_events(graphs, repeats=5)
@@ -135,14 +137,15 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", choices=("forward", "backward", "bytes"))
     parser.add_argument("--cases", default="", help="only those whose names hold this text")
+    parser.add_argument("--sm-margin", type=int, default=0, help="multiprocessors left to others")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for kind in (options.only,) if options.only else ("backward", "forward"):
         for case in (case for case in CASES if options.cases in case):
-            rows.append(measure(kind, case))
+            rows.append(measure(kind, case, options.sm_margin))
             times_faster = {name: round(x, 3) for name, x in rows[-1].get("x_separate", {}).items()}
             print(kind, case, times_faster or rows[-1]["counted"], flush=True)
-    found = provenance() | {"gpu_state": gpu_state(), "rows": rows}
+    found = provenance(sm_margin=options.sm_margin) | {"gpu_state": gpu_state(), "rows": rows}
     options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 

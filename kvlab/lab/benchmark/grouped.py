@@ -8,7 +8,7 @@ by rank.
 
 Bytes of K and V are theory: separate calls read each prefix, others the longest one once. With Nsight Compute
 on the path each case also says what a GPU reads from memory. ``python -m kvlab.lab.benchmark.grouped HEADS
-HEADS_KV HEAD_DIM TOKENS ROWS,PREFIX ...`` makes the calls of a case for it.
+HEADS_KV HEAD_DIM TOKENS SM_MARGIN ROWS,PREFIX ...`` makes the calls of a case for it.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _measure(tokens: int, number: int, shape: tuple[int, int, int], options: Opt
 
 
 def contestants(
-    tokens: int, groups: list[tuple[int, int]], shape: tuple[int, int, int], device: str
+    tokens: int, groups: list[tuple[int, int]], shape: tuple[int, int, int], device: str, sm_margin: int = 0
 ) -> dict[str, Callable[[], object]]:
     """What is timed, by name, after results have been compared."""
     heads, heads_kv, dim = shape
@@ -183,6 +183,7 @@ def contestants(
         return kvlab.grouped_attention_varlen(
             q, k, v, cu_seqlens_q_groups=rest[:count], prefix_lens=rest[count:-1], cu_seqlens_k=rest[-1],
             implementation=name, max_seqlen_q=max(rows for rows, _ in groups), max_seqlen_k=tokens,
+            sm_margin=sm_margin,
         )  # fmt: skip
 
     calls: dict[str, Callable[[], object]] = {name: partial(call, name) for name in IMPLEMENTATIONS}
@@ -200,7 +201,7 @@ def contestants(
 
 
 def bytes_read(
-    tokens: int, groups: list[tuple[int, int]], shape: tuple[int, int, int]
+    tokens: int, groups: list[tuple[int, int]], shape: tuple[int, int, int], sm_margin: int = 0
 ) -> tuple[dict[str, Row], str | None]:
     """Return what ncu counts of each implementation, or why there is nothing.
 
@@ -211,8 +212,10 @@ def bytes_read(
         Rows and prefix of each.
     shape : (int, int, int)
         Query heads, KV heads, head dimension.
+    sm_margin : int
+        As in `kvlab.attention`.
     """
-    arguments = [*map(str, (*shape, tokens)), *(f"{rows},{keys}" for rows, keys in groups)]
+    arguments = [*map(str, (*shape, tokens, sm_margin)), *(f"{rows},{keys}" for rows, keys in groups)]
     launches, reason = count(
         ("-m", __name__, *arguments), _METRICS, "attend", "--cache-control", "none",
         "--profile-from-start", "off",
@@ -283,9 +286,9 @@ def draw(rows: Sequence[Row]) -> Figure:
 
 def _make_calls(arguments: Sequence[str]) -> None:
     """Make each implementation's call once, where ncu counts."""
-    heads, heads_kv, dim, tokens = map(int, arguments[:4])
-    groups = [(int(rows), int(keys)) for rows, keys in (x.split(",") for x in arguments[4:])]
-    calls = contestants(tokens, groups, (heads, heads_kv, dim), "cuda")
+    heads, heads_kv, dim, tokens, sm_margin = map(int, arguments[:5])
+    groups = [(int(rows), int(keys)) for rows, keys in (x.split(",") for x in arguments[5:])]
+    calls = contestants(tokens, groups, (heads, heads_kv, dim), "cuda", sm_margin)
     import torch
 
     with torch.cuda.profiler.profile():

@@ -64,7 +64,7 @@ def test_bytes_that_ncu_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         "paired": {"read_gb": 2.0, "l2_hits": 50.0},
     }
     asked = (tmp_path / "asked").read_text()
-    assert asked.endswith("-m kvlab.lab.benchmark.grouped 4 2 16 512 32,128 32,416\n")
+    assert asked.endswith("-m kvlab.lab.benchmark.grouped 4 2 16 512 0 32,128 32,416\n")
     monkeypatch.setenv("PATH", "/nowhere")
     assert grouped.bytes_read(512, [(32, 128)], (4, 2, 16)) == ({}, "ncu (Nsight Compute) is not on the path")
 
