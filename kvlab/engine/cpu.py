@@ -20,7 +20,7 @@ from kvlab.engine.sampling import Sampling
 from kvlab.engine.weights import Layer, Matrix, Weights
 from kvlab.threads import run_parallel
 
-__all__ = ["CpuExecutor", "rotation"]
+__all__ = ["CpuExecutor", "rms_normed", "rotation"]
 
 Floats = NDArray[np.float32]
 Watch = Callable[[int, str, Floats], None]
@@ -147,7 +147,7 @@ class CpuExecutor:
         straight = unpaired(heads[:, :rotated], geometry.rotary_dim)
         if layer.head_norms is not None:
             weight = np.repeat(layer.head_norms.astype(np.float32), (geometry.heads_q, kv), axis=0)
-            straight = _rms(straight, geometry.eps) * weight
+            straight = rms_normed(straight, geometry.eps) * weight
         seen(index, "q", straight[:, : geometry.heads_q])
         seen(index, "k", straight[:, geometry.heads_q :])
         turned = _rotate(straight, *turn)
@@ -190,7 +190,7 @@ class CpuExecutor:
             return x
         if self.geometry.layer_norm:
             x = np.asarray(x - x.mean(axis=-1, keepdims=True, dtype=np.float64), np.float32)
-        normed = _rms(x, eps) * weight.astype(np.float32)
+        normed = rms_normed(x, eps) * weight.astype(np.float32)
         return normed if bias is None else normed + bias.astype(np.float32)
 
     def _product(self, matrix: Matrix, x: Floats) -> Floats:
@@ -227,7 +227,8 @@ def _rotate(x: Floats, cosine: Floats, sine: Floats) -> Floats:
     )
 
 
-def _rms(x: Floats, eps: float) -> Floats:
+def rms_normed(x: Floats, eps: float) -> Floats:
+    """Divide by the root mean square of the last axis."""
     variance = np.square(x).mean(axis=-1, keepdims=True, dtype=np.float64)
     return np.asarray(x / np.sqrt(variance + eps), np.float32)
 

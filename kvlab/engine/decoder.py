@@ -235,7 +235,7 @@ class Decoder:
         Parameters
         ----------
         ids
-            As of `prefill`, one row; a decoder of one row on the CPU.
+            As of `prefill`, one row; a decoder of one row on the CPU, or on a GPU with ``plan="ops"``.
 
         Returns
         -------
@@ -246,13 +246,14 @@ class Decoder:
         Raises
         ------
         NotImplementedError
-            On a GPU.
+            On a GPU with another plan.
         ValueError, TypeError
             As of `prefill`.
         """
-        if not isinstance(self._executor, CpuExecutor):
+        if isinstance(self._executor, PackedGpuExecutor):
             raise NotImplementedError(
-                f"device={self.device!r}: values within a layer are kept on the CPU alone; take device='cpu'"
+                "cache_budget: on a GPU a packed cache's launches keep no values within a layer; leave it "
+                "out and take plan='ops'"
             )
         found = self._executor.layer_values(self._one_row(ids, "layer_values"))
         self.reset()

@@ -299,6 +299,30 @@ class GpuExecutor(Decoding):
                 found.append(np.concatenate(chunks)[: len(ids)])
         return found
 
+    def layer_values(self, ids: NDArray[np.int64]) -> dict[str, NDArray[np.float32]]:
+        """Run one row from its beginning; what every layer computes on the way, a token a row."""
+        prompt, found = self._prompt, dict[str, list[NDArray[np.float32]]]()
+        if not isinstance(prompt, Operations):
+            raise NotImplementedError(
+                f"plan={self._plan!r}: one kernel keeps no values within a layer; take plan='ops'"
+            )
+        self.reset()
+        with self._current():
+            prompt.take_row(self._kv, 0)
+            for start in range(0, len(ids), CHUNK):
+                part = ids[start : start + CHUNK]
+                self._set_chunk(part, start)
+                prompt.launch_embed(self._stream.ptr)
+                for layer in range(self.geometry.layers):
+                    for name, x in prompt.layer_values(layer, self._stream.ptr).items():
+                        found.setdefault(f"{layer}.{name}", []).append(x[: len(part)])
+        return {name: np.concatenate(parts) for name, parts in found.items()}
+
+    def _set_chunk(self, part: NDArray[np.int64], position: int) -> None:
+        """Give the prompt's launches up to CHUNK tokens of a row, from a position on."""
+        # What fills the last chunk up comes to positions that later tokens write again.
+        self._prompt.set(ids=np.pad(part, (0, CHUNK - len(part))), positions=position + np.arange(CHUNK))
+
     def _replay(self) -> None:
         if self._plan == "ops":
             self._step()
@@ -348,10 +372,7 @@ class GpuExecutor(Decoding):
         prompt.take_row(self._kv, row)
         for start in range(0, len(ids), CHUNK):
             part = ids[start : start + CHUNK]
-            # What fills the last chunk up comes to positions that later tokens write again.
-            prompt.set(
-                ids=np.pad(part, (0, CHUNK - len(part))), positions=self.lengths[row] + np.arange(CHUNK)
-            )
+            self._set_chunk(part, self.lengths[row])
             prompt.launch(self._stream.ptr)
             self.lengths[row] += len(part)
             if hidden is not None:

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlab.engine.cpu import rms_normed
 from kvlab.engine.kernels import prepare_operations
+from kvlab.engine.packing import unpaired
 from kvlab.engine.token_kernel import TokenKernel
 from kvlab.engine.token_launch import Model, Token
 
@@ -49,6 +51,7 @@ class Operations(Token):
                 f"plan='cluster': batch={kernel.batch}, head_norms={geometry.head_norms}: clusters have one "
                 "row and no norms of heads; take plan='graph'"
             )
+        self._model = model
         super().__init__(kernel, model, kv, device, count, neighbours=neighbours)
 
     def _prepare(
@@ -84,6 +87,37 @@ class Operations(Token):
         """Launch the operations of a layer, or the first so many of them."""
         for operation in self._operations()[:most]:
             self._run(layer, operation, stream)
+
+    def layer_values(self, layer: int, stream: int) -> dict[str, NDArray[np.float32]]:
+        """Launch a layer; what its operations leave, a token a row, by the names of `Decoder.layer_values`.
+
+        Products are float32, the rest is rounded to 16 bits. Queries and keys before rotation are the product
+        with its bias, and their norms, where the model has some, are of the host.
+        """
+        geometry, kernel, model = self.kernel.geometry, self.kernel, self._model
+        self.launch_layer(layer, stream, 4)
+        of = {name: self._cupy.asnumpy(self.arrays[name]) for name in ("normed", "sums")}
+        rows = geometry.products()["qkv"][0]
+        heads = of["sums"].reshape(-1)[: kernel.batch * rows].reshape(kernel.batch, rows)
+        bias, norms = model.heads_of(layer)
+        if bias is not None:
+            heads = heads + bias[:rows]
+        heads = heads.reshape(kernel.batch, -1, geometry.head_dim)[:, : geometry.heads_q + geometry.heads_kv]
+        straight = unpaired(heads, geometry.rotary_dim)
+        if norms is not None:
+            weight = np.repeat(
+                unpaired(norms, geometry.rotary_dim), (geometry.heads_q, geometry.heads_kv), axis=0
+            )
+            straight = rms_normed(straight, geometry.eps) * weight
+        keys, values = model.numbers(self.arrays["newest"])
+        found = {
+            "normed": model.numbers(of["normed"].view(np.uint16)[:, : geometry.hidden]),
+            "q": straight[:, : geometry.heads_q], "k": straight[:, geometry.heads_q :],
+            "q_rotated": model.numbers(self.arrays["q"]), "k_rotated": keys, "v": values,
+            "attended": model.numbers(self.arrays["attended"]),
+        }  # fmt: skip
+        self.launch_layer(layer, stream)
+        return {**found, "out": self._cupy.asnumpy(self.arrays["hidden"])}
 
     def launch_head(self, stream: int) -> None:
         """Make logits of hidden states that are there with their statistics."""

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlab.arrays import numpy_dtype
 from kvlab.engine.kernels import matrix_table, prepare_embed, prepare_token
 from kvlab.engine.packing import rotary_pairs
 from kvlab.engine.prompt import Prompts, on_torch
@@ -43,6 +44,19 @@ class Model:
         self._table, self._head = self._uploaded(table.view(np.uint8)), head
         self.matrices, self.embedding = _address(self._table), _address(self._embedding)
         self.head_norms, self.angles = _address(self._head_norms), _address(self._angles)
+
+    def heads_of(self, layer: int) -> tuple[NDArray[np.float32] | None, NDArray[np.float32] | None]:
+        """Biases of the QKV rows of a layer and weights of its norms of query and key heads, as packed."""
+        bias, norms = self._layers[layer].products[0].bias, self._head_norms
+        return (
+            None if bias is None else self._cupy.asnumpy(bias),
+            None if norms is None else self.numbers(norms[layer]),
+        )
+
+    def numbers(self, bits: Any) -> NDArray[np.float32]:
+        """Numbers of the model's 16-bit type, from their bits on the device."""
+        found: NDArray[np.float32] = self._cupy.asnumpy(bits).view(numpy_dtype(self.dtype)).astype(np.float32)
+        return found
 
     def prompts(self) -> Prompts:
         """The same weights for prompts."""

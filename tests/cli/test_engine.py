@@ -157,7 +157,6 @@ def test_characters_of_several_tokens_come_whole() -> None:
         (("check", "--model", "pythia-3b"), "pythia-2.8b"),
         (("check", "--layer", "first"), "number of a layer"),
         (("check", "--layer", "6"), "layers 0 to 5"),
-        (("check", "--dump", "x.npz", "--device", "cuda"), "within a layer"),
         (("generate", "--model", "/nowhere", "--prompt", "a"), "no folder"),
     ],
 )

@@ -114,6 +114,23 @@ def test_operations_give_the_bits_of_the_kernel(
         assert_close(have, expected, "float16")
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", PIECES)
+def test_values_within_layers_are_those_of_the_cpu(name: str, dtype: str) -> None:
+    geometry, (text,) = PIECES[name], texts(PIECES[name], 37)
+    exact = decoder(geometry, "cpu", dtype)
+    have, want = decoder(geometry, "cuda", dtype, plan="ops").layer_values(text), exact.layer_values(text)
+    other = exact.layer_values(text[::-1])
+    assert list(have) == list(want)
+    for value, expected in want.items():
+        assert have[value].shape == expected.shape
+        assert_close(have[value], expected, dtype)
+        with pytest.raises(AssertionError):
+            assert_close(other[value], expected, dtype)
+    with pytest.raises(NotImplementedError, match="plan='ops'"):
+        decoder(geometry, "cuda", dtype).layer_values(text)
+
+
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("name", [name for name in PIECES if name != "head-norms"])
 def test_operations_of_clusters(name: str, size: int) -> None:

@@ -14,6 +14,7 @@ from kvlab.engine import Decoder
 from tests.engine.models import FAMILIES, family, in_dtype
 from tests.engine.test_published import NAMES, assert_logits
 from tests.engine.test_pythia_model import TOKENS, assert_no_worse, assert_text_of, bound_of, run
+from tests.integrations.test_accelerate import assert_generates
 
 pytestmark = pytest.mark.skipif(compute_capability(0) != (9, 0), reason="the kernel is for 9.0 alone")
 
@@ -86,3 +87,9 @@ def test_logits_of_published_widths(name: str, dtype: str) -> None:
 
 def test_the_text_of_a_real_model(smollm2: Any) -> None:
     assert_text_of(smollm2, "cuda")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", ["neox-parallel", "llama", "qwen2", "qwen3"])
+def test_generate_of_an_accelerated_model(name: str, dtype: str) -> None:
+    assert_generates(name, dtype, "cuda")

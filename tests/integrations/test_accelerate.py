@@ -51,26 +51,27 @@ def within_promise_2(got: torch.Tensor, want: torch.Tensor, stock: torch.Tensor)
     return bool(error <= 2 * allowed + 2 * np.spacing(np.float32(want.abs().max())))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_logits_and_text_are_those_of_the_model(name: str, dtype: str) -> None:
-    """Judged along the text that float64 gives: prompt, then one token at a time."""
-    exact, model = family(name, dtype).double(), half(name, dtype)
+def assert_generates(name: str, dtype: str, device: str) -> None:
+    """Logits and text are the model's, along the text that float64 gives; prompt, then token by token."""
+    exact, model = family(name, dtype).double(), half(name, dtype).to(device)
     ids = prompt(2, 9)
     text, want, _ = logits_of(exact, ids, max_new_tokens=8)
     with torch.no_grad():
-        stock = torch.cat([model(text[:, :tail]).logits[:, -1:] for tail in range(9, 17)], 1)
-    steps = iter(text[:, 9:].unbind(1))
+        stock = torch.cat([model(text[:, :tail].to(device)).logits[:, -1:].cpu() for tail in range(9, 17)], 1)
+    steps = iter(text[:, 9:].to(device).unbind(1))
 
     def forced(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(scores).scatter(1, next(steps)[:, None], 1.0)
 
+    on_device = ids.to(device)
     with kvlab.accelerate(model):
         _, got, _ = logits_of(
-            model, ids, max_new_tokens=8, logits_processor=transformers.LogitsProcessorList([forced])
+            model, on_device, max_new_tokens=8, logits_processor=transformers.LogitsProcessorList([forced])
         )
-        free = model.generate(ids, max_new_tokens=8, **GREEDY)
+        free = model.generate(on_device, max_new_tokens=8, **GREEDY).cpu()
     assert got.dtype == torch.float32
+    assert got.device == on_device.device
+    got = got.cpu()
     assert within_promise_2(got, want, stock)
     for wrong in (torch.zeros_like(got), got.roll(1, 0), got.roll(1, 1), got.roll(1, 2)):
         assert not within_promise_2(wrong, want, stock)
@@ -78,6 +79,12 @@ def test_logits_and_text_are_those_of_the_model(name: str, dtype: str) -> None:
     for row, gaps in enumerate(top[..., 0] - top[..., 1]):
         sure = int(torch.cumprod(gaps > 2 * (got - want).abs().max(), 0).sum())
         assert torch.equal(free[row, : 9 + sure], text[row, : 9 + sure])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_and_text_are_those_of_the_model(name: str, dtype: str) -> None:
+    assert_generates(name, dtype, "cpu")
 
 
 @pytest.mark.parametrize("name", ["neox-parallel", "qwen3"])

@@ -57,7 +57,8 @@ def check(
     device : str
         Of the engine; transformers runs on the CPU.
     dump : path, optional
-        Of an .npz that gets what the layers compute on the way (`Decoder.layer_values`); on the CPU alone.
+        Of an .npz that gets what the layers compute on the way (`Decoder.layer_values`); on a GPU by plan
+        "ops".
     runs : int
         So many tokens of the layers that were checked, and those before them, are timed behind the text.
 
@@ -75,14 +76,16 @@ def check(
     ids = np.random.default_rng(seed).integers(0, model.config.vocab_size, seq_len)
     exact, low = states(model, ids, "float64"), states(model, ids, dtype)
     # The model is again what it was: 16-bit numbers survive both.
-    decoder = Decoder.from_pretrained(model.float(), dtype=dtype, device=device, max_seqlen=seq_len + runs)
+    options: dict[str, Any] = {"dtype": dtype, "device": device}
+    decoder = Decoder.from_pretrained(model.float(), max_seqlen=seq_len + runs, **options)
     found = [*decoder.layer_outputs(ids), decoder.prefill(ids)]
     wanted = [*range(count)] if layers is None else list(layers)
     rows = [_row(str(i), found[i], exact[i], low[i]) for i in wanted]
     if layers is None:
         rows.append(_row("logits", found[-1], exact[-1][-1:], low[-1][-1:]))
     if dump is not None:
-        values = decoder.layer_values(ids)
+        plan = "graph" if device == "cpu" else "ops"
+        values = Decoder.from_pretrained(model, max_seqlen=seq_len, plan=plan, **options).layer_values(ids)
         np.savez(
             dump,
             allow_pickle=False,
