@@ -204,17 +204,10 @@ def make_workspace(
     call["segments"], call["chunks"] = shape.segments, shape.chunks
     call["most_new_pages"], call["most_dropped"], call["held"] = most_new_pages, most_dropped, held
     lists = np.zeros((2, layers), _LIST)
-    at = {name: start + offsets[name] + np.arange(layers) * sizes[name] for name in _FIELDS}
     for phase in range(2):
-        addresses = (
-            at[f"moves{phase}"],
-            at[f"begins{phase}"],
-            at["head"] + 4 * phase,
-            at["copies"],
-            at["head"] + 8,
-        )
-        for name, address in zip(_LIST.names or (), addresses, strict=True):
-            lists[name][phase] = address
+        places = (f"moves{phase}", 0), (f"begins{phase}", 0), ("head", 4 * phase), ("copies", 0), ("head", 8)
+        for name, (array, after) in zip(_LIST.names or (), places, strict=True):
+            lists[name][phase] = start + offsets[array] + after + np.arange(layers) * sizes[array]
     on_device = to_device(lists.reshape(-1).view(np.uint8), like)
     return Workspace(
         shape,
