@@ -109,7 +109,7 @@ class StandInGpu:
             attention_call._call_of, operation._row_into, attention._prepare_into, attention._prepare,
             attention._plan, attention_backward._prepare,
             attention_backward.plan_of, gathered._prepare, grouped_operation._checked,
-            grouped_operation._row_into, grouped._listed, grouped_backward._listed, launch._driver_error,
+            grouped_operation._row_into, grouped._listed, grouped_backward.listed_call, launch._driver_error,
             tile_list._runtime,
         )  # fmt: skip
         for function in remembered:

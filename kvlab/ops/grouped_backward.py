@@ -17,20 +17,20 @@ from kvlab.ops.grouped import CPU, GPU, HOPPER, GroupedArrays, GroupedCall, call
 from kvlab.registry import ON_CUDA, ON_NUMBA, Implementation, register
 from kvlab.shapes import match_shapes
 
-__all__ = ["Results", "grouped_attention_varlen_backward"]
+__all__ = ["BACKWARD", "Results", "grouped_attention_varlen_backward"]
 
-_BACKWARD = "grouped_attention_backward"
+BACKWARD = "grouped_attention_backward"
 _SEPARATE = {"implementation": ("separate",)}
 _HOPPER = HOPPER | {"head_dim": range(1, 129), "implementation": ("paired",)}
 register(
-    Implementation(_BACKWARD, "cpu", "kvlab.ops.cpu.grouped:attend_backward", CPU | _SEPARATE),
+    Implementation(BACKWARD, "cpu", "kvlab.ops.cpu.grouped:attend_backward", CPU | _SEPARATE),
     Implementation(
-        _BACKWARD, "reference", "kvlab.ops.reference.grouped:attend_backward",
+        BACKWARD, "reference", "kvlab.ops.reference.grouped:attend_backward",
         CPU | _SEPARATE | {"dtype": (*CPU["dtype"], "float64")},
     ),
-    Implementation(_BACKWARD, "cuda", "kvlab.ops.cuda.grouped_backward:attend_backward", _HOPPER),
-    Implementation(_BACKWARD, "cuda", "kvlab.ops.cuda.grouped_separate:attend_backward", GPU | ON_CUDA),
-    Implementation(_BACKWARD, "numba", "kvlab.ops.numba.grouped:attend_backward", GPU | ON_NUMBA),
+    Implementation(BACKWARD, "cuda", "kvlab.ops.cuda.grouped_backward:attend_backward", _HOPPER),
+    Implementation(BACKWARD, "cuda", "kvlab.ops.cuda.grouped_separate:attend_backward", GPU | ON_CUDA),
+    Implementation(BACKWARD, "numba", "kvlab.ops.numba.grouped:attend_backward", GPU | ON_NUMBA),
 )  # fmt: skip
 
 
@@ -113,7 +113,7 @@ def grouped_attention_varlen_backward(
     arrays = GroupedArrays(q_groups, k, v, cu_seqlens_q_groups, prefix_lens, cu_seqlens_k)
     results = Results(douts, outs, lses)
     call, addresses = call_of(
-        _BACKWARD, arrays, flag(causal, "causal"), None if scale is None else number(scale, "scale"),
+        BACKWARD, arrays, flag(causal, "causal"), None if scale is None else number(scale, "scale"),
         implementation, (max_seqlen_q, max_seqlen_k), whole_number(sm_margin, "sm_margin", 0, LONGEST),
         backend,
     )  # fmt: skip

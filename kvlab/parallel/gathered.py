@@ -5,17 +5,19 @@ them together. By copy engines one kernel attends own keys and those of others, 
 (kvlab/ops/cuda/gathered.py); else what a rank sees of its own keys is computed before the first gather is
 waited for, and results are merged. Backward gathers again and sends each rank what its keys got here, in
 float32, while it computes with its own keys, or with the next stride; a rank adds what comes to its own dk
-and dv.
+and dv. Where there are kernels for it, dq of one sequence is summed over own keys and those of others in one
+workspace (kvlab/ops/cuda/query_gradients.py), else parts of it are added up.
 
 Memory beside the result: the keys and values of all ranks for two strides of heads, or four by copy engines,
-and backward as many gradients of two strides, twice, in float32.
+and backward as many gradients of two strides, twice, and dq of these, in float32.
 
 Sources: Llama Team, "The Llama 3 Herd of Models", arXiv:2407.21783, section 3.3.2; Zhu, ring-flash-attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -24,9 +26,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.ops.cuda.gathered import attend_runs
-from kvlab.parallel.collectives import Pending, filled, joined, put_sum, swap
+from kvlab.ops.cuda.query_gradients import QueryGradients, Seen, begin_sum
+from kvlab.parallel.collectives import Pending, filled, joined, on_device, put_sum, swap
 from kvlab.parallel.lanes import Lanes
-from kvlab.parallel.layout import Part, Plan
+from kvlab.parallel.layout import Plan, Rows
 from kvlab.parallel.parts import (
     Options,
     add_rows,
@@ -43,8 +46,87 @@ __all__ = ["GatheredAttention"]
 _AHEAD = 2
 """Strides whose keys are under way at a time."""
 
-_Sent = tuple[Pending, Any, Any]
-"""A transfer of gradients, a rank's own sums, and where they are to be in the end."""
+
+_Queries = tuple[Any, Any, Any, Any]
+"""dout, q, out and lse of a stride of heads."""
+
+
+class _Sum:
+    """The way back of a stride of heads whose dq is summed by kernels, own keys and those of others.
+
+    Parameters
+    ----------
+    total : QueryGradients
+    theirs : Seen
+    taken : int
+        Keys of others.
+    """
+
+    def __init__(self, total: QueryGradients, theirs: Seen, taken: int) -> None:
+        self._total, self.parts = total, (theirs,)
+        self.places: list[Rows] = [slice(0, taken)]  # of the keys of each part
+
+    def add_own(self) -> tuple[Any, Any]:
+        """Return dk and dv of own keys."""
+        return self._total.add_own()
+
+    def add(self, part: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        """Return dk and dv of a part."""
+        return self._total.add(k, v, part)
+
+    def finish(self) -> None:
+        """Write dq, on the stream on which the sum began."""
+        self._total.finish()
+
+
+class _Parts:
+    """The same by separate calls, each of which has a dq.
+
+    Parameters
+    ----------
+    plan : Plan
+    options : Options
+    mine : _Queries
+    keys : tuple of tensors
+        Own k and v.
+    dq : tensor
+        To write.
+    """
+
+    def __init__(self, plan: Plan, options: Options, mine: _Queries, keys: tuple[Any, Any], dq: Any) -> None:
+        self._local, self.parts = plan.local, plan.gathered
+        self.places = [part.k_rows for part in self.parts]
+        self._mine, self._keys, self._dq, self._options = mine, keys, dq, options
+        self._own: Any = None  # dq of own keys
+        self._found: list[tuple[Rows, Any]] = []
+
+    def add_own(self) -> tuple[Any, Any]:
+        """Return dk and dv of own keys."""
+        if not self._local:
+            k, v = (filled(tuple(x.shape), 0.0, x) for x in self._keys)
+            return k, v
+        (part,) = self._local
+        self._own, dk, dv = gradients(*self._mine, *self._keys, part, self._options)
+        return dk, dv
+
+    def add(self, part: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        """Return dk and dv of a part."""
+        dq, dk, dv = gradients(*self._mine, k, v, part, self._options)
+        self._found.append((part.q_rows, dq))
+        return dk, dv
+
+    def finish(self) -> None:
+        """Write the sum of dq of all parts, own and gathered."""
+        found = self._found
+        total = filled(tuple(self._dq.shape), 0.0, self._dq) if self._own is None else self._own
+        *first, (rows, addend) = found or [(slice(0, 0), total[:0])]
+        for some, other in first:
+            add_rows(total, some, other)
+        if isinstance(rows, slice):
+            put_sum(self._dq, total, rows, addend)
+        else:
+            add_rows(total, rows, addend)
+            self._dq.copy_(total)
 
 
 @dataclass(frozen=True)
@@ -133,43 +215,58 @@ class GatheredAttention:
         dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
         stride = self.backward_stride(k.shape[1])
         strides = range(0, k.shape[1], stride)
-        gathers = [self.gather(k, v, first, stride) for first in strides[:_AHEAD]]
-        sent: _Sent | None = None
-        for step, first in enumerate(strides):
-            heads, queries = _heads(first, stride, q, k)
-            of = partial(self._gradients, dout[:, queries], q[:, queries], out[:, queries], lse[queries])
 
+        def begin(first: int) -> _Sum | _Parts:
+            heads, queries = _heads(first, stride, q, k)
+            mine = dout[:, queries], q[:, queries], out[:, queries], lse[queries]
+            return self._begin(mine, (k[:, heads], v[:, heads]), dq[:, queries])
+
+        gathers = [self.gather(k, v, first, stride) for first in strides[:_AHEAD]]
+        steps = deque(map(begin, strides[:_AHEAD]))
+        finish: Callable[[], None] | None = None
+        for number, first in enumerate(strides):
             # Own keys come first while the first keys of others are awaited, else last: what is sent is on
             # its way meanwhile.
-            pending, lanes = gathers[step], Lanes(q.device, len(self.plan.gathered))
-            own = of(self.plan.local, k[:, heads], v[:, heads]) if step == 0 else None
-            theirs = []
-            for part, lane in zip(self.plan.gathered, lanes, strict=True):
+            step, pending = steps.popleft(), gathers[number]
+            lanes, theirs = Lanes(q.device, len(step.parts), number), []
+            own = step.add_own() if number == 0 else None
+            for part, lane in zip(step.parts, lanes, strict=True):
                 with lane:
-                    keys, values = pending.wait()
-                    theirs += of((part,), keys, values)
+                    theirs.append(step.add(part, *pending.wait()))
+            heads, _ = _heads(first, stride, q, k)
             with lanes.behind_all():
-                sending = self._send(theirs, k[:0, heads])
-            if own is None:
-                own = of(self.plan.local, k[:, heads], v[:, heads])
-            lanes.join()
-            pending.wait()
-            pending.free()
-            later = strides[step + _AHEAD : step + _AHEAD + 1]
-            gathers += [self.gather(k, v, first, stride) for first in later]
-            self._put_dq(dq[:, queries], own + theirs)
-            if sent:
-                self._take(*sent)
-            sums = own[0][1:] if own else (filled(tuple(x.shape), 0.0, x) for x in (k[:, heads], v[:, heads]))
-            sent = sending, tuple(sums), (dk[:, heads], dv[:, heads])
-        if sent:
-            self._take(*sent)
+                sending = self._send(step.places, theirs, k[:0, heads])
+                pending.wait()
+                pending.free()
+                later = strides[number + _AHEAD : number + _AHEAD + 1]
+                gathers += [self.gather(k, v, first, stride) for first in later]
+            own = own or step.add_own()
+            # What ends a stride comes behind the kernels of the next, which fill the end of its own ones.
+            if finish:
+                finish()
+            steps += map(begin, later)
+            finish = partial(self._finish, step, lanes, sending, own, (dk[:, heads], dv[:, heads]))
+        if finish:
+            finish()
         return dq, dk, dv
 
-    def _gradients(
-        self, dout: Any, q: Any, out: Any, lse: Any, parts: Sequence[Part], k: Any, v: Any
-    ) -> list[tuple[Any, Any, Any]]:
-        return [gradients(dout, q, out, lse, k, v, part, self.options) for part in parts]
+    def _begin(self, mine: _Queries, keys: tuple[Any, Any], dq: Any) -> _Sum | _Parts:
+        """Start the way back of a stride."""
+        seen, options = self.plan.seen, self.options
+        if seen is not None and not options.deterministic and not options.implementation:
+            own, theirs = (_on_device(one, dq.device) for one in seen)
+            total = begin_sum(mine, options.scale, dq, *keys, own)
+            if total is not None:
+                return _Sum(total, theirs, sum(self._incoming.rows))
+        return _Parts(self.plan, options, mine, keys, dq)
+
+    def _finish(
+        self, step: _Sum | _Parts, lanes: Lanes, sending: Pending, own: tuple[Any, Any], results: Any
+    ) -> None:
+        """Write the gradients of a stride when all parts of it have been started."""
+        lanes.join()
+        step.finish()
+        self._take(sending, own, results)
 
     @cached_property
     def tokens(self) -> int | None:
@@ -192,28 +289,11 @@ class GatheredAttention:
         what = "gather of keys and values"
         return swap(pieces, taken.rows, taken.begins, taken.most, self.group, what, self.stride)
 
-    def _send(self, theirs: list[Any], keys: Any) -> Pending:
-        """Start to send every rank the gradients of its keys."""
+    def _send(self, places: Sequence[Rows], theirs: list[tuple[Any, Any]], keys: Any) -> Pending:
+        """Start to send every rank the gradients of its keys; `keys` are none of this stride."""
         rows, back = self._incoming.rows, self._outgoing
-        pieces = [_blocks(rows, self.plan.gathered, [found[n] for found in theirs], keys) for n in (1, 2)]
+        pieces = [_blocks(rows, places, [found[n] for found in theirs], keys) for n in (0, 1)]
         return swap(pieces, back.rows, back.begins, back.most, self.group, "exchange of gradients")
-
-    def _put_dq(self, dq: Any, found: list[tuple[Any, Any, Any]]) -> None:
-        """Write the sum of dq of all parts, own and gathered."""
-        parts = [*self.plan.local, *self.plan.gathered]
-        rows, gradients = [part.q_rows for part in parts], [one[0] for one in found]
-        if self.plan.local:
-            rows, (total, *gradients) = rows[1:], gradients
-        else:
-            total = filled(tuple(dq.shape), 0.0, dq)
-        *first, last = zip(rows, gradients, strict=True) if rows else [(slice(0, 0), total[:0])]
-        for some, addend in first:
-            add_rows(total, some, addend)
-        if isinstance(last[0], slice):
-            put_sum(dq, total, *last)
-        else:
-            add_rows(total, *last)
-            dq.copy_(total)
 
     def _take(self, sending: Pending, sums: Any, results: Any) -> None:
         """Add what has come to a rank's own gradients."""
@@ -244,6 +324,11 @@ class _Counts(NamedTuple):
     most: int
 
 
+def _on_device(seen: Seen, device: Any) -> Seen:
+    cu_q, cu_k, *lens = (on_device(x, device) for x in (seen.cu_q, seen.cu_k, *seen.prefix_lens))
+    return seen._replace(cu_q=cu_q, cu_k=cu_k, prefix_lens=lens)
+
+
 def _heads(first: int, stride: int, q: Any, k: Any) -> tuple[slice, slice]:
     """The KV heads of a stride, and the query heads that read them."""
     group = q.shape[1] // k.shape[1]
@@ -256,14 +341,13 @@ def _counts(takes: NDArray[np.int64], rank: int) -> _Counts:
     return _Counts(takes[rank].tolist(), takes[:, :rank].sum(1).tolist(), int(takes.sum(1).max()))
 
 
-def _blocks(counts: list[int], parts: Sequence[Part], found: list[Any], like: Any) -> list[Any]:
+def _blocks(counts: list[int], places: Sequence[Rows], found: list[Any], like: Any) -> list[Any]:
     """Gradients of the rows of the buffer, rank by rank: views where one part has all that a rank gets."""
     ends = np.cumsum(counts).tolist()
     spans = [slice(end - rows, end) for end, rows in zip(ends, counts, strict=True)]
     views: list[Any] = []
     for span in spans:
-        for part, x in zip(parts, found, strict=True):
-            keys = part.k_rows
+        for keys, x in zip(places, found, strict=True):
             if isinstance(keys, slice) and (keys.start or 0) <= span.start < span.stop <= keys.stop:
                 views.append(x[span.start - (keys.start or 0) : span.stop - (keys.start or 0)])
                 break
@@ -274,6 +358,6 @@ def _blocks(counts: list[int], parts: Sequence[Part], found: list[Any], like: An
     if len(views) == len(spans):
         return views
     total = filled((ends[-1], *like.shape[1:]), 0.0, like)
-    for part, x in zip(parts, found, strict=True):
-        add_rows(total, part.k_rows, x)
+    for keys, x in zip(places, found, strict=True):
+        add_rows(total, keys, x)
     return [total[span] for span in spans]

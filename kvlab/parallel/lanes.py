@@ -26,6 +26,8 @@ LANES = True
 class Lanes:
     """Streams that begin behind what is on the current stream now; on a CPU, the only order there is.
 
+    There are two, which are taken in turn.
+
     Iteration gives a context for each, in which its stream is the current one. Whoever uses what was made in
     one calls `join` first.
 
@@ -33,13 +35,14 @@ class Lanes:
     ----------
     device : torch.device
     count : int
+    first : int, optional
+        Which one is taken first.
     """
 
-    def __init__(self, device: torch.device, count: int) -> None:
+    def __init__(self, device: torch.device, count: int, first: int = 0) -> None:
         self._device = device
-        self._lanes: list[Any] = (
-            _streams(device)[:count] if LANES and device.type == "cuda" else [None] * count
-        )
+        streams = _streams(device) if LANES and device.type == "cuda" else [None]
+        self._lanes: list[Any] = [streams[n % len(streams)] for n in range(first, first + count)]
         if LANES and device.type == "cuda":
             begin = _cuda.current_stream(device).record_event()
             for lane in self._lanes:

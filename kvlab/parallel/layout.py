@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlab.ops.cuda.query_gradients import Seen
 from kvlab.ops.cuda.run_list import OWN, Runs
 
 __all__ = [
@@ -90,6 +91,9 @@ class Plan(NamedTuple):
         The same as `gathered`, for one call; None where parts see no prefixes.
     runs : Runs or None
         The same as `local` and `gathered` together, for one kernel; None as `prefixes`.
+    seen : (Seen, Seen), or None
+        The same as `local` and as `gathered`, as the early and the late chunk of one sequence see it; None as
+        `prefixes`, and of several sequences, whose early chunks do not lie side by side.
     """
 
     takes: NDArray[np.int64]
@@ -97,6 +101,7 @@ class Plan(NamedTuple):
     gathered: tuple[Part, ...]
     prefixes: Prefixes | None = None
     runs: Runs | None = None
+    seen: tuple[Seen, Seen] | None = None
 
 
 @dataclass(frozen=True)
@@ -255,7 +260,12 @@ def zigzag_llama3_plan(shard: Shard, causal: bool, window: tuple[int, int] = (-1
                 row[: len(places)] = places
             prefixes = prefixes._replace(segment_table=table, segment_len=length)
     runs = _runs(shard, chunk) if prefixes else None
-    return Plan(takes, local, tuple(p for p in gathered if p.cu_k[-1]), prefixes, runs)
+    sums = None
+    if prefixes and len(size) == 1:
+        n, theirs = int(size[0]), int(takes[rank].sum())
+        # Others' keys lie in the order of ranks: those before have sent their early chunk, which both see.
+        sums = _seen(n, (n, 2 * n), 2 * n, causal=True), _seen(n, (rank * n, theirs), theirs, causal=False)
+    return Plan(takes, local, tuple(p for p in gathered if p.cu_k[-1]), prefixes, runs, sums)
 
 
 def _side_by_side(
@@ -283,6 +293,14 @@ def _side_by_side(
 def _pairs(first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.int32]:
     """Prefix sums of two lengths for each sequence."""
     return _bounds(np.stack([first, second], 1).reshape(-1))
+
+
+def _seen(rows: int, prefixes: tuple[int, int], keys: int, *, causal: bool) -> Seen:
+    """Two chunks of queries of one sequence, and how many of some keys each sees."""
+    lens = [np.array([n], np.int32) for n in prefixes]
+    return Seen(
+        _bounds((rows,)), _bounds((keys,)), lens, causal, (rows, keys), (rows, prefixes, keys, causal)
+    )
 
 
 def _runs(shard: Shard, chunk: Callable[[int, int, int], tuple[int, int]]) -> Runs:

@@ -43,11 +43,13 @@ def leaves(seed: int, lengths: tuple[int, ...], size: int) -> list[torch.Tensor]
     ]
 
 
-def attend(mine: list[torch.Tensor], lengths: tuple[int, ...], size: int) -> torch.Tensor:
+def attend(
+    mine: list[torch.Tensor], lengths: tuple[int, ...], size: int, *, deterministic: bool = False
+) -> torch.Tensor:
     cu = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
     local = [n // size for n in cu]
     out: torch.Tensor = parallel.zigzag_llama3_flash_attn_varlen_func(
-        *mine, local, cu, max(lengths) // size, max(lengths), 2, causal=True
+        *mine, local, cu, max(lengths) // size, max(lengths), 2, causal=True, deterministic=deterministic
     )
     return out
 
@@ -84,6 +86,28 @@ def calls_under_way(rank: int, size: int) -> list[str]:
 
 def test_calls_under_way_together_share_no_buffer(ranks: Ranks) -> None:
     assert ranks(calls_under_way) == [[]] * SIZE
+
+
+def deterministic_calls(rank: int, size: int) -> list[str]:
+    """Where gradients of calls with the same data differ in a bit, or from those of an ordinary call."""
+    wrong = []
+    for lengths in LENGTHS:
+        mine = leaves(rank, lengths, size)
+        found = []
+        for deterministic in (False, True, True, True):
+            out = attend(mine, lengths, size, deterministic=deterministic)
+            found.append(torch.autograd.grad(out, mine, torch.ones_like(out)))
+        ordinary, first, *others = found
+        for n, name in enumerate(("dq", "dk", "dv")):
+            if not all(torch.equal(first[n], other[n]) for other in others):
+                wrong.append(f"{name} of {lengths}")
+            if not torch.allclose(first[n], ordinary[n], atol=0.05, rtol=0.05):
+                wrong.append(f"{name} of {lengths} beside an ordinary call")
+    return wrong
+
+
+def test_deterministic_gradients_have_the_same_bits(ranks: Ranks) -> None:
+    assert ranks(deterministic_calls) == [[]] * SIZE
 
 
 def unguarded(rank: int, size: int) -> int:

@@ -17,6 +17,7 @@ from kvlab.ops.cuda import (  # noqa: E402
     attention_backward,
     attention_sm90,
     grouped_backward,
+    query_gradients,
     tile_list,
 )
 from tests.stand_in_gpu import Launch, StandInGpu  # noqa: E402
@@ -328,3 +329,69 @@ def test_gradients_of_groups_are_three_launches_behind_a_list(gpu: StandInGpu, d
         assert [maps[i] for i in (0, 1, 16, 17, 18, 19)] == [x.data_ptr() for x in mapped]
         assert (call["dq"]["address"], call["dk"]["address"]) == (dq[0].data_ptr(), dk.data_ptr())
         assert [tuple(x.shape) for x in dq] == [tuple(x.shape) for x in q]
+
+
+def test_a_sum_of_dq_is_one_workspace_and_a_launch_for_each_array_of_keys(gpu: StandInGpu) -> None:
+    rows, kept = 512, [torch.tensor([n], dtype=torch.int32) for n in (0, 512, 1024, 2048)]
+    cu_q, cu_k, far_cu_k = (torch.tensor([0, n], dtype=torch.int32) for n in (rows, 2 * rows, 4 * rows))
+    own = query_gradients.Seen(cu_q, cu_k, kept[1:3], True, (rows, 2 * rows), "own")
+    theirs = query_gradients.Seen(cu_q, far_cu_k, [kept[0], kept[3]], False, (rows, 4 * rows), "theirs")
+    q, dout, out, dq = (torch.zeros(1024, 2 * HEADS, DIM, dtype=torch.bfloat16)[:, HEADS:] for _ in range(4))
+    k, v, far_k, far_v = (torch.zeros(n * 1024, HEADS_KV, DIM, dtype=torch.bfloat16) for n in (1, 1, 2, 2))
+    lse = torch.zeros(HEADS, 1024)
+    for number in range(2):
+        summed = query_gradients.begin_sum((dout, q, out, lse), None, dq, k, v, own)
+        assert summed is not None
+        found = [summed.add_own(), summed.add(far_k, far_v, theirs)]
+        summed.finish()
+        names = ["preprocess", *["make_tile_list", "attend_backward"] * 2, "postprocess"]
+        *_, before, first, second, behind = launches = gpu.launches[-4 if number else -6 :]
+        assert [x.name for x in launches] == [x for x in names if not number or x != "make_tile_list"]
+        if not number:
+            before, first, lists = launches[0], launches[2], launches[3]
+            assert call_in(lists, tile_list._GROUPED_CALL)["prefix_lens1"] == kept[3].data_ptr()
+        assert [(x.dtype, len(x)) for pair in found for x in pair] == [
+            (torch.float32, n) for n in (1024, 1024, 2048, 2048)
+        ]
+        calls = [call_in(x, grouped_backward._CALL) for x in (before, first, second, behind)]
+        for name in ("rows", "dq_accum", "lse_log2", "dpsum", "sequences", "num_groups"):
+            assert len({str(call[name]) for call in calls}) == 1, name
+        assert (calls[0]["sequences"], calls[0]["num_groups"], calls[0]["rows"]) == (1, 2, 2 * (4 + 1) * 128)
+        assert calls[3]["dq"]["address"] == dq.data_ptr()
+        assert calls[3]["dq"]["strides"].tolist() == [0, 2 * HEADS * DIM, DIM]
+        for call in calls:
+            groups = call["groups"][:2]
+            assert groups["dout"]["address"].tolist() == [x.data_ptr() for x in dout.split(rows)]
+            assert groups["lse"].tolist() == [x.data_ptr() for x in lse.split(rows, 1)]
+            assert groups["workspace_row"].tolist() == [0, (4 + 1) * 128]
+            assert groups["first_row"].tolist() == [0, rows]
+        for launch, keys in ((first, (k, v)), (second, (far_k, far_v))):
+            mapped = [*q.split(rows), *keys, *dout.split(rows)]
+            assert [x for x in maps_in(launch, 34) if x] == [x.data_ptr() for x in mapped]
+        assert before.grid == (16, HEADS, 2)
+
+
+@pytest.mark.parametrize(("rows", "long_steps"), [(4096, True), (4095, False)])
+def test_long_sums_of_dq_have_long_steps_of_all_keys(gpu: StandInGpu, rows: int, long_steps: bool) -> None:
+    """Of few keys, too, which alone would be shared by blocks of a cluster: the workspace is one."""
+    cu_q, cu_k, far_cu_k = (torch.tensor([0, n], dtype=torch.int32) for n in (rows, 2 * rows, 128))
+    lens = [torch.tensor([n], dtype=torch.int32) for n in (rows, 2 * rows, 0, 128)]
+    own = query_gradients.Seen(cu_q, cu_k, lens[:2], True, (rows, 2 * rows), "own")
+    theirs = query_gradients.Seen(cu_q, far_cu_k, lens[2:], False, (rows, 128), "theirs")
+    q, dout, out, dq = (torch.zeros(2 * rows, 8, 128, dtype=torch.bfloat16) for _ in range(4))
+    k, v = (torch.zeros(2 * rows, 8, 128, dtype=torch.bfloat16) for _ in range(2))
+    summed = query_gradients.begin_sum((dout, q, out, torch.zeros(8, 2 * rows)), None, dq, k, v, own)
+    assert summed is not None
+    summed.add_own()
+    summed.add(k[:128], v[:128], theirs)
+    summed.finish()
+    before, _, first, _, second, behind = gpu.launches
+    most = grouped_backward.FEW_GROUPS if long_steps else grouped_backward.MAX_GROUPS
+    aligned = 160 if long_steps else 128
+    for launch in (before, first, second, behind):
+        call = call_in(launch, grouped_backward._CALLS[most])
+        assert (call["num_groups"], call["rows"]) == (2, 2 * (rows // aligned + 1) * aligned)
+        assert call["groups"]["workspace_row"][:2].tolist() == [0, (rows // aligned + 1) * aligned]
+    mapped = [*q.split(rows), k, v, *dout.split(rows)]
+    assert [x for x in maps_in(first, 2 * most + 2) if x] == [x.data_ptr() for x in mapped]
+    assert second.grid[0] == (8 if long_steps else 8 * 8)  # of the tile of each KV head

@@ -98,6 +98,47 @@ def test_a_window_loses_no_key_that_it_lets_see(world: int, chunks: list[int], l
     assert wanted(lengths, True, left) <= found <= wanted(lengths, True)
 
 
+def seen_in_sums(plan: Plan, mine: NDArray[np.int64], theirs: NDArray[np.int64]) -> Counter[tuple[int, int]]:
+    """Pairs of a query and a key that sums of dq take, by their places in the stream."""
+    assert plan.seen is not None
+    found: Counter[tuple[int, int]] = Counter()
+    for part, keys in zip(plan.seen, (mine, theirs), strict=True):
+        assert part.cu_k[-1] == len(keys)
+        rows = part.cu_q[-1]
+        for group, (prefix,) in enumerate(part.prefix_lens):
+            for i, query in enumerate(mine[group * rows : (group + 1) * rows].tolist()):
+                last = prefix - rows + i + 1 if part.causal else prefix
+                found.update((query, key) for key in keys[:last].tolist())
+    return found
+
+
+@given(st.integers(2, 6), st.integers(0, 5))
+def test_sums_of_dq_take_every_pair_once(world: int, chunk: int) -> None:
+    lengths = (chunk * world * 2,)
+    shards = [Shard(lengths, rank, world) for rank in range(world)]
+    found: Counter[tuple[int, int]] = Counter()
+    for shard in shards:
+        plan = zigzag_llama3_plan(shard, True)
+        assert (plan.seen is None) == (not sum(lengths))
+        if plan.seen is None:
+            continue
+        for part in plan.seen:
+            assert part.longest == (part.cu_q[-1], part.cu_k[-1])
+        found += seen_in_sums(plan, shard.rows, gathered(plan, shard.rank, [s.rows for s in shards]))
+    assert found == wanted(lengths, True)
+
+
+def test_the_check_of_sums_sees_a_shorter_prefix() -> None:
+    shards = [Shard((32,), rank, 2) for rank in range(2)]
+    plan = zigzag_llama3_plan(shards[0], True)
+    rows = shards[0].rows, gathered(plan, 0, [s.rows for s in shards])
+    right = seen_in_sums(plan, *rows)
+    assert plan.seen is not None
+    own, theirs = plan.seen
+    shorter = theirs._replace(prefix_lens=[np.maximum(x - 1, 0) for x in theirs.prefix_lens])
+    assert seen_in_sums(plan._replace(seen=(own, shorter)), *rows) < right
+
+
 @given(st.integers(2, 6), CHUNKS)
 def test_runs_of_one_kernel_compute_every_pair_once(world: int, chunks: list[int]) -> None:
     lengths = tuple(n * world * 2 for n in chunks)

@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import kvlab
 from kvlab import parallel
 from kvlab.errors import RankError
+from kvlab.ops.cuda.query_gradients import Seen
+from kvlab.parallel import gathered as gathered_attention
 from tests.parallel.ranks import Ranks
 
 Tensor = torch.Tensor
@@ -108,6 +110,14 @@ def test_ranks_together_give_what_one_process_gives(
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
+def test_deterministic_calls_give_the_same_bits(ranks: Any, function: str) -> None:
+    options = {"causal": True, "deterministic": True}
+    calls = [gathered(ranks(2)(on_rank, function, LENGTHS, torch.float32, 3, options)) for _ in range(2)]
+    assert all(torch.equal(one, other) for one, other in zip(*calls, strict=True))
+    assert_near(calls[0], whole(LENGTHS, inputs(LENGTHS, torch.float32, 3), causal=True), 2e-6, 2e-6)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float16, 1e-3), (torch.bfloat16, 8e-3)])
 def test_error_of_16_bit_floats_does_not_grow_with_the_ranks(
     ranks: Any, function: str, dtype: torch.dtype, limit: float
@@ -133,6 +143,66 @@ def test_one_call_for_both_chunks(ranks: Any, word: str, size: int) -> None:
     own = {word: True} if word.startswith("use") else {"implementation": word}
     found = gathered(ranks(size)(on_rank, "zigzag_llama3", LENGTHS, torch.float32, 4, own | {"causal": True}))
     assert_near(found, whole(LENGTHS, inputs(LENGTHS, torch.float32, 4), causal=True), 2e-6, 2e-6)
+
+
+class Summed:
+    """What `kvlab.ops.cuda.query_gradients` does on GPUs, by calls of a CPU."""
+
+    def __init__(self, queries: Any, scale: Any, dq: Tensor, *own: Any) -> None:
+        self.queries, self.scale, self.dq, self.sums = queries, scale, dq, torch.zeros_like(dq)
+        self.own = own
+
+    def add_own(self) -> tuple[Tensor, Tensor]:
+        return self.add(*self.own)
+
+    def add(self, k: Tensor, v: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
+        groups, rows = len(seen.prefix_lens), seen.longest[0]
+        dout, q, out = (x.split(rows) for x in self.queries[:3])
+        found, dk, dv = kvlab.grouped_attention_varlen_backward(
+            dout, q, k, v, out, self.queries[3].split(rows, 1), scale=self.scale,
+            cu_seqlens_q_groups=[seen.cu_q] * groups, cu_seqlens_k=seen.cu_k, prefix_lens=seen.prefix_lens,
+            causal=seen.causal,
+        )  # fmt: skip
+        self.sums += torch.cat(list(found))
+        return dk, dv
+
+    def finish(self) -> None:
+        self.dq.copy_(self.sums)
+
+
+class WithoutLast(Summed):
+    """Leaves out the last key of every prefix."""
+
+    def add(self, k: Tensor, v: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
+        return super().add(k, v, seen._replace(prefix_lens=[(n - 1).clamp(min=0) for n in seen.prefix_lens]))
+
+
+def on_rank_summed(rank: int, size: int, summed: type[Summed], *arguments: Any) -> list[Tensor]:
+    kept, used = gathered_attention.begin_sum, []
+
+    def begin(*given: Any) -> Summed:
+        used.append(summed(*given))
+        return used[-1]
+
+    gathered_attention.begin_sum = begin  # type: ignore[assignment]
+    try:
+        found = on_rank(rank, size, *arguments)
+    finally:
+        gathered_attention.begin_sum = kept
+    assert bool(used) == (size > 1)
+    return found
+
+
+@pytest.mark.parametrize("size", WORLDS)
+def test_dq_summed_over_keys_by_kernels(ranks: Any, size: int) -> None:
+    lengths = (64,)
+    arguments = "zigzag_llama3", lengths, torch.float32, 6, {"causal": True}
+    wanted = whole(lengths, inputs(lengths, torch.float32, 6), causal=True)
+    assert_near(gathered(ranks(size)(on_rank_summed, Summed, *arguments)), wanted, 2e-6, 2e-6)
+    if size > 1:
+        found = gathered(ranks(size)(on_rank_summed, WithoutLast, *arguments))
+        with pytest.raises(AssertionError, match="dq"):
+            assert_near(found, wanted, 2e-6, 2e-6)
 
 
 TWO_WORDS = {"implementation": "listed", "use_triton_grouped": True}

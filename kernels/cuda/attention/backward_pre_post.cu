@@ -192,4 +192,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) postprocess(const __grid_c
 // gate: HEAD_DIM=96,192 FLOAT32=0 BF16=1 ALIGNED=1 registers<=64
 // gate: HEAD_DIM=64,96,128 FLOAT32=0 BF16=1,0 ALIGNED=1 QUERY_GROUPS=16 registers<=64
 // gate: HEAD_DIM=128 FLOAT32=0 BF16=1,0 ALIGNED=1 BLOCK_M=80 registers<=64
+// gate: HEAD_DIM=128 FLOAT32=0 BF16=1,0 ALIGNED=1 BLOCK_M=80 QUERY_GROUPS=2 registers<=64
 // gate: HEAD_DIM=64,256 FLOAT32=1 BF16=0 ALIGNED=0 registers<=64

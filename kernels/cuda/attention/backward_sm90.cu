@@ -46,8 +46,7 @@ constexpr int INFO_STAGES = 2;
 #include "attention/backward_sm90.cuh"
 #include "attention/backward_steps_sm90.cuh"
 
-static_assert(TURNED ? HEAD_DIM == 128 && QUERY_GROUPS == 1 : M_BLOCKS * D_BLOCKS == 2,
-              "a warpgroup has one block of dQ");
+static_assert(TURNED ? HEAD_DIM == 128 : M_BLOCKS * D_BLOCKS == 2, "a warpgroup has one block of dQ");
 
 constexpr bool LAG = HEAD_DIM == 128, LATE_DV = !LAG && !SOFTCAP;  // dV begins behind dS
 // With FEW, threads that load do with the least registers, so that those that compute have most.
@@ -543,4 +542,5 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 // gate: HEAD_DIM=64,96,128 BF16=1 SOFTCAP=0 CLUSTER_SPLIT=1,2,4,8 DETERMINISTIC=1 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=64,96,128 BF16=1 SOFTCAP=1 CLUSTER_SPLIT=1 DETERMINISTIC=1 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=64,96,128 BF16=1 SOFTCAP=0 CLUSTER_SPLIT=1,8 QUERY_GROUPS=16 DETERMINISTIC=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1,0 SOFTCAP=0 CLUSTER_SPLIT=1 BLOCK_M=80 QUERY_GROUPS=2 registers<=168 arch=sm_90a
 // clang-format on

@@ -4,6 +4,8 @@ The three launches of ``attention_backward.py``, and before them the one that ma
 goes through the rows of one group after the other, those of the group that sees most keys first, so dk and dv
 of all groups are summed in registers, and K and V are read once. What these kernels do not take is computed
 by separate calls.
+
+The launches can be made one by one (``query_gradients.py``).
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from kvlab.ops.cuda.attention_backward import (
     FIELDS,
     PREPOST_ROWS,
     PREPOST_THREADS,
+    has_long_steps,
     plan_of,
     tiles_of,
 )
@@ -45,10 +48,11 @@ from kvlab.ops.cuda.tile_list import ListBuilder, TileLists, Tiling
 from kvlab.ops.device_arrays import multiprocessors
 
 if TYPE_CHECKING:
+    from kvlab.arrays import CudaView
     from kvlab.ops.grouped import GroupedArrays, GroupedCall
     from kvlab.ops.grouped_backward import Results
 
-__all__ = ["MAX_CHANNELS", "attend_backward"]
+__all__ = ["FEW_GROUPS", "MAX_CHANNELS", "ListedCall", "attend_backward", "listed_call", "names_of_results"]
 
 MAX_CHANNELS = 128
 """Head dimension of the largest kernel."""
@@ -56,8 +60,13 @@ MAX_CHANNELS = 128
 _GROUP = Struct(
     dout=TENSOR, out=TENSOR, lse=ADDRESS, lse_head="q", cu_q=ADDRESS, first_row="q", workspace_row="q"
 )
-_CALL = Struct(**FIELDS, groups=(_GROUP, MAX_GROUPS), num_groups="i", sequences="i")
-_NUM_MAPS = 2 * MAX_GROUPS + 2  # q of each group, behind 16 of these k, v, then dout of each
+FEW_GROUPS = 2
+"""Most groups of kernels with long steps."""
+_CALLS = {
+    most: Struct(**FIELDS, groups=(_GROUP, most), num_groups="i", sequences="i")
+    for most in (FEW_GROUPS, MAX_GROUPS)
+}
+_CALL = _CALLS[MAX_GROUPS]
 _LIST, _SEMAPHORE = _CALL.word("list"), _CALL.word("semaphore")
 _NEW_WORDS = [
     _CALL.word(name)
@@ -74,20 +83,33 @@ def attend_backward(
     float32_dkv: bool,
 ) -> tuple[list[Any], Any, Any]:
     """Launcher of backend "cuda" for Hopper: dq of each group, dk and dv."""
-    names = tuple(f"{name}[{g}]" for name in results._fields for g in range(call.groups))
-    kinds, of_results = kinds_of([*results.douts, *results.outs, *results.lses], names)
-    listed = _listed(call, kinds, names, deterministic, float32_dkv)
+    kinds, of_results = kinds_of(
+        [*results.douts, *results.outs, *results.lses], names_of_results(call.groups)
+    )
+    listed = listed_call(call, kinds, deterministic, float32_dkv)
     if listed is None:
         return attend_separately(call, arrays, addresses, results, deterministic, float32_dkv)
     return listed(addresses, of_results)
 
 
+@lru_cache(maxsize=MAX_GROUPS)
+def names_of_results(groups: int) -> tuple[str, ...]:
+    """Names of douts, outs and lses, in order."""
+    return tuple(f"{name}[{g}]" for name in ("douts", "outs", "lses") for g in range(groups))
+
+
 @lru_cache(maxsize=1024)
-def _listed(
-    call: GroupedCall, kinds: tuple[Kind, ...], names: tuple[str, ...], deterministic: bool, wide: bool
-) -> _ListedCall | None:
-    """Prepare a call; None if it is to be computed separately."""
-    count = call.groups
+def listed_call(
+    call: GroupedCall,
+    kinds: tuple[Kind, ...],
+    deterministic: bool,
+    wide: bool,
+    dq_kind: Kind | None = None,
+    name: Any = None,
+    long_steps: bool | None = None,
+) -> ListedCall | None:
+    """Prepare a call, of a sum into dq if its kind is given; None if it is to be computed separately."""
+    count, names = call.groups, names_of_results(call.groups)
     present = [g for g in range(count) if call.rows[g]]
     of_results = [view_of(kind, name) for kind, name in zip(kinds, names, strict=True)]
     mapped = [call.views[g] for g in present] + [*call.views[count : count + 2]]
@@ -96,8 +118,9 @@ def _listed(
     mapped += [of_results[g] for g in present]
     aligned = [*mapped, *(of_results[count + g] for g in present)]
     suits = all(map(is_aligned, aligned)) and all(map(can_be_mapped, mapped)) and not is_capped(call.scores)
-    if suits:
-        return _ListedCall(call, of_results, present, deterministic, wide)
+    dq = None if dq_kind is None else view_of(dq_kind, "dq")
+    if suits and (dq is None or is_aligned(dq)):
+        return ListedCall(call, of_results, present, deterministic, wide, dq, name, long_steps)
     if call.implementation is None:
         return None
     raise NotImplementedError(
@@ -107,7 +130,7 @@ def _listed(
     )
 
 
-class _ListedCall:
+class ListedCall:
     """All calls of one kind, of arrays that tensor copies can read.
 
     Parameters
@@ -119,10 +142,24 @@ class _ListedCall:
         The groups that have rows.
     deterministic, wide : bool
         Whether dq has the same bits every time, and dk and dv are float32.
+    dq : CudaView, optional
+        Where dq of all groups is to be written; in a new array if it is not given.
+    name : hashable, optional
+        Of the values of its lengths, which are the same in every call then.
+    long_steps : bool, optional
+        Whether steps have more rows, which decides where dq lies in the workspace; chosen if it is not given.
     """
 
     def __init__(
-        self, call: GroupedCall, results: list[Any], present: list[int], deterministic: bool, wide: bool
+        self,
+        call: GroupedCall,
+        results: list[Any],
+        present: list[int],
+        deterministic: bool,
+        wide: bool,
+        dq: CudaView | None,
+        name: Any,
+        long_steps: bool | None,
     ) -> None:
         check_lengths(call)
         count, rows, kind = call.groups, call.rows, call.kinds[0]
@@ -135,9 +172,18 @@ class _ListedCall:
         block_m, block_n, _ = tiles_of(fields["dim"], first.dtype, True, device)
         longest = [min(longest_q, rows[g]) for g in present]
         cluster_split = self._divide(call, fields, longest, (block_m, block_n))
+        if long_steps is None:
+            lengths = sequences, sum(longest), longest_k
+            long_steps = cluster_split == 1 and len(present) <= FEW_GROUPS
+            long_steps = long_steps and has_long_steps(fields["dim"], False, deterministic, lengths, fields)
+        if long_steps:
+            cluster_split = 1
+        self.long_steps, most = long_steps, FEW_GROUPS if long_steps else MAX_GROUPS
         plan = plan_of(
-            fields["dim"], first.dtype, False, True, True, cluster_split, deterministic, device, MAX_GROUPS
+            fields["dim"], first.dtype, False, True, True, cluster_split, deterministic, device, most,
+            long_steps,
         )  # fmt: skip
+        block_m = plan.box
 
         # The workspace has the rows of one group after the other.
         aligned = plan.aligned_rows
@@ -158,15 +204,15 @@ class _ListedCall:
         ]  # fmt: skip
         self._stream, self._lock = stream_of(kind), Lock()
 
-        groups = np.zeros(MAX_GROUPS, _GROUP.dtype)
+        groups = np.zeros(most, _GROUP.dtype)
         for i, (g, dout, out, lse) in enumerate(zip(present, douts, outs, lses, strict=True)):
             groups[i]["dout"]["strides"] = strides_of(f"douts[{g}]", dout)
             groups[i]["out"]["strides"] = strides_of(f"outs[{g}]", out)
             groups[i]["lse_head"] = _head_stride(f"lses[{g}]", lse)
             groups[i]["first_row"], groups[i]["workspace_row"] = first_rows[g], starts[i]
         fields |= {"k": strides_of("k", k), "v": strides_of("v", v)}
-        new_shapes = {"dq": total, "dk": k.shape, "dv": v.shape}
-        fields |= {name: contiguous_strides(shape) for name, shape in new_shapes.items()}
+        of_dq = contiguous_strides(total) if dq is None else strides_of("dq", dq)
+        fields |= {"dq": of_dq, "dk": contiguous_strides(k.shape), "dv": contiguous_strides(v.shape)}
         fields |= dict.fromkeys(("dout", "out"), (0, 0, 0)) | dict.fromkeys(("lse_batch", "lse_head"), 0)
         fields |= {
             "rows": all_rows,
@@ -174,16 +220,16 @@ class _ListedCall:
             "float32_dk_dv": wide and first.dtype != "float32",
         }
         fields |= {"groups": groups, "num_groups": len(present), "sequences": sequences}
-        first_word = MAP_WORDS * _NUM_MAPS
-        argument = np.zeros(first_word + _CALL.size // 8, np.uint64)
-        argument[first_word:] = _CALL.array(fields).view(np.uint64)
+        first_word = MAP_WORDS * (2 * most + 2)  # of q of each group, k, v, then dout of each
+        argument = np.zeros(first_word + _CALLS[most].size // 8, np.uint64)
+        argument[first_word:] = _CALLS[most].array(fields).view(np.uint64)
         of_call = argument[first_word:]
         self._words = words_of(of_call)
         of_rows = [[encoder_of(x, plan.box) for x in arrays] for arrays in (q_groups, douts)]
         each = range(len(present))
         self._maps = TensorMaps(
             words_of(argument), *of_rows[0], encoder_of(k, plan.keys), encoder_of(v, plan.keys), *of_rows[1],
-            places=[*each, MAX_GROUPS, MAX_GROUPS + 1, *(MAX_GROUPS + 2 + i for i in each)],
+            places=[*each, most, most + 1, *(most + 2 + i for i in each)],
         )  # fmt: skip
 
         # Places of addresses: of the call q, k, v; cu_seqlens, prefixes; of the results dout, out, lse.
@@ -210,7 +256,7 @@ class _ListedCall:
             Tiling(1, block_n, block_m), (sequences, longest_k, most_rows), k.shape[0], k.shape[1], 1,
             (fields["right"], fields["left"]), 0, True, device, deterministic, sections, len(present),
         )  # fmt: skip
-        self._lists = TileLists(builder, True, kind)
+        self._lists = TileLists(builder, name is None, kind)
         blocks = builder.capacity * cluster_split
         if persistent:
             blocks = min(blocks, max(1, multiprocessors(device) - call.sm_margin))
@@ -238,27 +284,56 @@ class _ListedCall:
 
     def __call__(self, addresses: Sequence[int], results: Sequence[int]) -> tuple[list[Any], Any, Any]:
         """Launch on the current stream of the arrays' library, given the addresses of both."""
-        new = [make() for make in self._new]
-        start, stream = new[3][1], self._stream()
+        (dq, dq_at), (dk, dk_at), (dv, dv_at), (_workspace, start) = (make() for make in self._new)
+        self._launch(self._launches, addresses, results, (dq_at, dk_at, dv_at), start)
+        # The workspace goes; what takes its memory comes after these launches on the stream.
+        return self._split_dq(dq), dk, dv
+
+    def new_workspace(self) -> tuple[Any, int]:
+        """Return memory for a workspace, and its address."""
+        workspace: tuple[Any, int] = self._new[3]()
+        return workspace
+
+    def around(
+        self, which: int, addresses: Sequence[int], results: Sequence[int], dq: int, workspace: int
+    ) -> None:
+        """Make the launch before (0) or after (2) those that add to the workspace."""
+        self._launch(self._launches[which : which + 1], addresses, results, (dq, 0, 0), workspace)
+
+    def add(self, addresses: Sequence[int], results: Sequence[int], workspace: int) -> tuple[Any, Any]:
+        """Add to dq in the workspace; return dk and dv."""
+        (dk, dk_at), (dv, dv_at) = (make() for make in self._new[1:3])
+        self._launch(self._launches[1:2], addresses, results, (0, dk_at, dv_at), workspace)
+        return dk, dv
+
+    def _launch(
+        self,
+        launches: Sequence[PreparedLaunch],
+        addresses: Sequence[int],
+        results: Sequence[int],
+        gradients: Sequence[int],
+        workspace: int,
+    ) -> None:
+        stream = self._stream()
         cu_q = [addresses[place] for place in self._cu_q]
         prefixes = [addresses[place] for place in self._prefixes]
-        made = [address for _, address in new[:3]], [start + x for x in self._offsets]
+        made = gradients, [workspace + x for x in self._offsets], (cu_q[0], addresses[-1])
         with self._lock:
             words = self._words
-            for word, address in zip(_NEW_WORDS, chain(*made, (cu_q[0], addresses[-1])), strict=True):
+            for word, address in zip(_NEW_WORDS, chain(*made), strict=True):
                 words[word] = address
             for word, place in self._of_groups:
                 words[word] = results[place]
             for word, address in zip(self._cu_q_words, cu_q, strict=True):
                 words[word] = address
-            self._maps.point_to([*(addresses[i] for i in self._mapped), *(results[i] for i in self._douts)])
-            bounds = addresses[-1], 0, *cu_q, *self._padding, *prefixes
-            _kept, words[_LIST], words[_SEMAPHORE], _ = self._lists.get(bounds, stream)
-            for launch in self._launches:
+            if self._launches[1] in launches:
+                self._maps.point_to(
+                    [*(addresses[i] for i in self._mapped), *(results[i] for i in self._douts)]
+                )
+                bounds = addresses[-1], 0, *cu_q, *self._padding, *prefixes
+                _kept, words[_LIST], words[_SEMAPHORE], _ = self._lists.get(bounds, stream)
+            for launch in launches:
                 launch(stream)
-        # The workspace goes; what takes its memory comes after these launches on the stream.
-        dq = new[0][0]
-        return self._split_dq(dq), new[1][0], new[2][0]
 
 
 def _head_stride(name: str, lse: Any) -> int:
