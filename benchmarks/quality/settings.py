@@ -104,7 +104,7 @@ CASES: list[dict[str, Any]] = [
     *_named(HELD, ["single"], scored=256),
     *_constant(),
     {"name": "full precision", "dense": True, "tasks": ["retrieval"]},
-    *_named(HELD, ["parts512", "retrieval", "parts64", "grow"]),
+    *_named(HELD, ["parts512", "retrieval", "parts64", "single64", "grow"]),
     *_named(WIDTHS, ["retrieval"]),
 ]
 
@@ -195,6 +195,10 @@ class Reader:
         """The prompt in parts of 64."""
         return self.single(case, 64, SCORED // 2)
 
+    def single64(self, case: dict[str, Any]) -> dict[str, Any]:
+        """The prompt in one call, as many tokens scored as behind parts."""
+        return self.single(case, PROMPT, SCORED // 2)
+
     def parts512(self, case: dict[str, Any]) -> dict[str, Any]:
         """The prompt in two parts."""
         return self.single(case, 512, SCORED // 2)
@@ -273,7 +277,7 @@ def _lines(rows: list[dict[str, Any]]) -> list[str]:
     lines = []
     full = next((row["retrieval"] for row in rows if "dense" in row["case"]), None)
     for row in sorted(rows, key=lambda row: str(row["case"]["name"])):
-        results = {task: x for task, x in row.items() if task in (*TASKS, "parts512", "chunks64")}
+        results = {task: x for task, x in row.items() if task in (*TASKS, "single64", "parts512", "chunks64")}
         results |= {f"equal bytes, {name}": x for name, x in row.get("equal_bytes", {}).items()}
         for task, x in results.items():
             line = f"{row['case']['name']} | {task} | bits {np.max(x.get('bits', 0)):.3f} | "

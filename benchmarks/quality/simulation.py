@@ -19,6 +19,12 @@ A format (an entry of the list FORMATS.json; what is left out is that of the cac
 - `scale`: at most one in so many tokens is recent; `step`: single tokens between two plans
 - `grid` of blocks: `ratios` of so many to an octave (0: any), `equal` weights of blocks; the best
   of `search` steps is taken. Results of 2026-11-27 call `ratios` 1 and 4 "power" and "quarter"
+- `kweight`: how much more an error of keys counts; `power` of importance, relative to the mean
+- `newest`: what recent tokens count as receiving at least, instead of outweighing all
+- `gain`: eighths of an octave by which keys of 2 and 3 bits are longer than their codes say
+- to see what costs: `ideal`: codes come from exact values, not from wider codes; `oracle`: importance is that
+  at the end of the prompt; `states`: parts leave keys and values of full precision; `exact`: so many first
+  tokens are exact
 """
 
 from __future__ import annotations
@@ -50,9 +56,10 @@ GRID: dict[str, Any] = {"ratios": 0, "equal": False, "search": 5}
 LOSS = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001040, 0.000304, 0.0000877)
 DEFAULT: dict[str, Any] = {
     "bits": [[r.bits_k, r.bits_v] for r in parse_bits(BITS, 1)[0]],
-    "page": TOKENS_PER_PAGE, "ring": 0, "frame": 64, "sink": 4, "recent": 28, "floor": 1.0, "norm": False,
+    "page": TOKENS_PER_PAGE, "ring": 0, "frame": 64, "sink": 4, "recent": 20, "floor": 1.0, "norm": False,
     "side": 5, "error": 1.0, "step": 8, "again": [], "shares": None, "scale": 1, "plan_length": 1,
-    "grid": {},
+    "grid": {}, "kweight": 1.0, "power": 1.0, "newest": None, "gain": [0, 0], "ideal": False, "oracle": False,
+    "states": False, "exact": 0,
     "tasks": ["single", "retrieval"],
 }  # fmt: skip
 
@@ -235,6 +242,7 @@ class Cache:
         bits = [([k] * 4 if self.blocks and isinstance(k, int) else k, v) for k, v in bits]
         self.bits, self.landing = bits[: len(form["bits"])], bits[-1]
         self.n, self.used, self.top, self.poor = 0, 0.0, len(self.bits) - 1, False
+        self.whole = [torch.empty_like(x) for x in (self.k, self.v)] if form["ideal"] else []
         self.bench, self.frames = bench, {}
         page, side = form["page"], form["side"]
         self.cost = [page * (self._code_bytes(*r) + side) + PAGE_TABLE_BYTES for r in self.bits]
@@ -253,7 +261,8 @@ class Cache:
         return 8 * words + self.model.dim / 8 * v
 
     def _loss(self, k: Any, v: int) -> float:
-        return (ERRORS[k] if isinstance(k, int) else self.frame(64).loss(k)) + (ERRORS.get(v) or LOSS[v])
+        of_keys = ERRORS[k] if isinstance(k, int) else self.frame(64).loss(k)
+        return float(self.form["kweight"] * of_keys + (ERRORS.get(v) or LOSS[v]))
 
     def frame(self, length: int) -> Frame:
         """The frame that tokens written at a length have."""
@@ -274,9 +283,10 @@ class Cache:
         """Bring tokens at flat indices to widths; in slices that fit memory."""
         frame, most = self.frame(length), self.k.shape[-2]
         k, v = self.k.view(-1, self.model.dim), self.v.view(-1, self.model.dim)
-        for part in at.split(1 << 18):
+        whole = [x.view(-1, self.model.dim) for x in self.whole] if self.form["ideal"] else [k, v]
+        for part in at[at % most >= self.form["exact"]].split(1 << 18):
             rows = torch.div(part, most, rounding_mode="floor")  # (layer, row, head)
-            k[part], v[part] = self.quantised(k[part], v[part], rows, to, frame)
+            k[part], v[part] = self.quantised(whole[0][part], whole[1][part], rows, to, frame)
 
     def quantised(self, k: Any, v: Any, of: Any, to: Any, frame: Frame) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values (m, D) as they are read from pages of widths `to`."""
@@ -288,6 +298,9 @@ class Cache:
             frame.keys(k, of, to[0], GRID | self.form["grid"]),
             hadamard(on_grid(hadamard(v)[:, None], [to[1]], one, one, GRID)[:, 0]),
         )
+        if to[0] in (2, 3) and any(self.form["gain"]):
+            mean = frame.mean.flatten(0, 2)[of]
+            found = (found[0] - mean) * 2 ** (self.form["gain"][to[0] - 2] / 8) + mean, found[1]
         if self.form["error"] == 1:
             return found
         small = (sum(to[0]) / 4 if isinstance(to[0], list) else to[0]) < 4, to[1] < 4
@@ -298,6 +311,8 @@ class Cache:
         """Add tokens; `new`: as they are, for the next plan, else at the widths where tokens land."""
         end = self.n + k.shape[-2]
         self.k[..., self.n : end, :], self.v[..., self.n : end, :] = k, v
+        if self.form["ideal"]:
+            self.whole[0][..., self.n : end, :], self.whole[1][..., self.n : end, :] = k, v
         self.rung[..., self.n : end] = (
             self.top + 1 if new or self.form["ring"] else 0 if self.poor else self.top
         )
@@ -322,6 +337,8 @@ class Cache:
 
     def collect(self, received: torch.Tensor, tokens: int) -> None:
         """Bring importance up to date with what stored tokens received (L, B, H, n)."""
+        if self.form["oracle"]:
+            return
         n = received.shape[-1]
         least, span = weight_of_collection(0.9, tokens)
         age = (n - torch.arange(n, device=received.device)) // span
@@ -353,10 +370,13 @@ class Cache:
         if form["norm"]:
             rest = value * ((position >= form["sink"]) & (position < n - form["recent"]))
             value = value / rest.sum(-1, keepdim=True)
+        if form["power"] != 1:
+            value = (value * n) ** form["power"] / n
         value = value + form["floor"] / n
         recent = position >= n - min(form["recent"], n // form["scale"])
         if not form["ring"]:
-            value = torch.where(recent, NEWEST, value)
+            least = NEWEST if form["newest"] is None else value.clamp_min(form["newest"])
+            value = torch.where(recent, least, value)
             value = torch.where(position < form["sink"], SINKS, value)
         in_pages = rung.clamp_max(top) if form["ring"] and lookahead else rung  # one by one, to open pages
         kind = torch.where(ring, top + 2, in_pages)
@@ -569,6 +589,10 @@ class Bench:
             tokens = self.tokens[:, None, at : min(at + part, end)]
             x, k, v, stored, new = cache.read(tokens, exact=True, last=min(64, tokens.shape[-1]))
             cache.collect(stored, 64)
+            if cache.form["states"]:
+                k, v = (y[..., at : at + k.shape[-2], :] for y in (self.exact.k, self.exact.v))
+            if cache.form["oracle"]:
+                new = cache.exact.received[..., at : at + new.shape[-1]]
             cache.put(k, v, new, True)
             cache.plan(0)
             if keep is not None and at >= keep:
@@ -578,6 +602,10 @@ class Bench:
     def parts64(self, form: dict[str, Any]) -> dict[str, Any]:
         """The prompt in parts of 64, the budget held."""
         return self.single(form, 64, SCORED // 2)
+
+    def single64(self, form: dict[str, Any]) -> dict[str, Any]:
+        """One call, as many tokens scored as behind parts."""
+        return self.single(form, PROMPT, SCORED // 2)
 
     def grow(self, form: dict[str, Any]) -> dict[str, Any]:
         """The demo's protocol: chunks of 64, the second half scored, bytes that grow into their budget."""
@@ -606,7 +634,7 @@ class Bench:
 def _shown(row: dict[str, Any], full: dict[str, Any]) -> str:
     """One line of a row; adds to it what is found of what `full` precision finds."""
     shown = []
-    for task in ("single", "parts64", "parts512", "grow"):
+    for task in ("single", "single64", "parts64", "parts512", "grow"):
         if task in row:
             shown.append(f"{task} {row[task]['kl']:.4f} +- {row[task]['error']:.4f}")
     if "retrieval" in row:
