@@ -16,7 +16,7 @@ from kvlab.arguments import whole_number
 from kvlab.arrays import dtype_name, numpy_dtype
 from kvlab.cache.frame import MOST_SHIFT, awaiting
 from kvlab.cache.options import MOST
-from kvlab.cache.store import OPEN_PAGES, UNIT, WAITING_PAGES, DeviceStore, named_pages
+from kvlab.cache.store import OPEN_PAGES, UNIT, WAITING_ENTRIES, WAITING_PAGES, DeviceStore, named_pages
 from kvlab.errors import FormatError
 from kvlab.pages import NO_PAGE, QUAD, TOKENS_PER_PAGE, PageLayout
 
@@ -124,7 +124,8 @@ def _laid_out(
     waiting = awaiting(has_mean, num_pages)
     tables["asked"][waiting] = take("asked", "float32", (int(waiting.sum()), heads, store.head_dim))
     row, head, entry = np.nonzero(live)
-    named = (count > 0) | ~has_mean[row] | (opened[row, head] == entry[:, None]).any(1)  # others are fillers
+    waits, is_open = ~has_mean[row] & (entry < WAITING_PAGES), (opened[row, head] == entry[:, None]).any(1)
+    named = (count > 0) | waits | is_open  # others are fillers
     pools = [
         take(f"pool{r}", "uint8", (int((named & (rung == r)).sum()), layout.nbytes))
         for r, layout in enumerate(layouts)
@@ -171,7 +172,8 @@ def _check(
     if (is_open & has_mean[row] & (rung != ladder - 1)).any():
         raise FormatError("open pages are not of the highest width")
     waits = ~has_mean[row]
-    if ((rung == ladder) != waits).any() or (waits & (entry >= WAITING_PAGES)).any():
+    most = np.where((count > 0) | is_open, WAITING_PAGES, WAITING_ENTRIES)
+    if ((rung == ladder) != waits).any() or (waits & (entry >= most)).any():
         raise FormatError("pages of tokens that wait are in rows that have their mean, or too many")
     if (~has_mean).any() and not store.takes_mean[number]:
         raise FormatError("has_mean is wrong: no row of this layer waits for the mean of its keys")

@@ -327,7 +327,7 @@ class CpuKernels:
             waiting = (tables.num_pages > 0) & np.repeat(tables.waits > 0, self.store.heads)
             tail = int(tables.rungs[-1, 2])
             for bh in np.flatnonzero(waiting):
-                for entry in range(int(tables.num_pages[bh])):
+                for entry in range(WAITING_PAGES):
                     start = int(tables.addresses[bh, entry]) * UNIT + tail
                     held = tables.arena[start : start + 2 * TOKENS_PER_PAGE].view("<u2")[
                         : int(tables.counts[bh, entry])

@@ -13,8 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.cache.frame import ASKING, LAST, add_queries, key_mean, key_shift
-from kvlab.cache.store import MOVED, OPEN_PAGES, UNIT, WAITING_PAGES, DeviceStore, RowMove, named_pages
-from kvlab.pages import RAW, TOKENS_PER_PAGE, read_tokens, write_tokens
+from kvlab.cache.store import (
+    MOVED,
+    OPEN_PAGES,
+    UNIT,
+    WAITING_ENTRIES,
+    WAITING_PAGES,
+    DeviceStore,
+    RowMove,
+    named_pages,
+)
+from kvlab.pages import NO_PAGE, RAW, TOKENS_PER_PAGE, read_tokens, write_tokens
 
 __all__ = ["MergedTokens", "NewRow", "copy_pages", "freeze_row", "take_rows"]
 
@@ -75,7 +84,7 @@ class _Row:
         layout, dtype = self.store.widest, self.store.stores[self.layer].dtype
         tables, positions, codes = self.tables, [np.empty(0, np.int64)], [np.empty(0, np.uint8)]
         vectors = [np.empty((2, 0, self.store.head_dim), np.float32)]
-        for number in range(int(tables["num_pages"][self.row, head])):
+        for number in range(min(int(tables["num_pages"][self.row, head]), WAITING_PAGES)):
             at, record = (self.row, head, number), self.page(head, number)
             slots = np.arange(int(tables["count"][at]))
             vectors.append(np.stack(read_tokens(record, layout, dtype, np.zeros_like(slots), slots)))
@@ -125,18 +134,19 @@ def freeze_row(
     if waits and not goes:
         pages.keep(new, seen, waiting)
         segments = (first, first) if total else (end >> 16, last)
-        for page in range(WAITING_PAGES):
+        for page in range(WAITING_ENTRIES):
             at = row, slice(None), page
             tables["rung"][at] = len(store.stores[layer].layouts)
             tables["count"][at] = np.clip(total - TOKENS_PER_PAGE * page, 0, TOKENS_PER_PAGE)
             tables["base"][at] = np.array(segments, np.uint16).view(np.int16)[min(page, 1)]
-            addresses = np.array([pages.address(head, page) for head in range(store.heads)], np.uint32)
-            tables["index"][at] = addresses.view(np.int32)
+            addresses = [pages.address(head, page) for head in range(store.heads)]
+            named = np.array(addresses if page < WAITING_PAGES else NO_PAGE, np.uint32)
+            tables["index"][at] = named.view(np.int32)
         tables["open"][row] = total // TOKENS_PER_PAGE + np.arange(OPEN_PAGES)
     if steps:
         tables["seqlen"][row] = end
     if waits:
-        tables["num_pages"][row], tables["waits"][row] = 0 if goes else WAITING_PAGES, not goes
+        tables["num_pages"][row], tables["waits"][row] = 0 if goes else WAITING_ENTRIES, not goes
     if goes:
         tables["open"][row] = -1
 
@@ -181,14 +191,15 @@ def take_rows(store: DeviceStore, layer: int, move: RowMove) -> None:
     index[planned] = mine["slabs"][at[0], at[1] // per_slab[at[0]]] * np.int64(slab_units)
     index[planned] += at[1] % per_slab[at[0]] * records[at[0]]
     heads, bh = store.heads, np.arange(len(move.rows) * store.heads).reshape(-1, store.heads, 1)
-    if waits.any():
+    held = named & waits[:, None, None]
+    if held.any():
         first = store.slab[layer] * store.num_slabs[layer] // UNIT
         spot = first + (bh * WAITING_PAGES + np.arange(entries)) * records[-1]
-        index[waits] = spot[waits]
+        index[held] = spot[held]
     _copy(store, layer, move, index, (planned & ~stays, stays & (came != index), rung, came), records)
     # Rows that wait have no token yet where a store has no pages for them.
-    held = move.source.waiting[layer] is not None and store.waiting[layer] is not None
-    for row in np.flatnonzero(waits) if held else ():
+    both = move.source.waiting[layer] is not None and store.waiting[layer] is not None
+    for row in np.flatnonzero(waits) if both else ():
         size = heads * WAITING_PAGES * int(records[-1]) * UNIT
         there = move.source.waiting[layer][int(move.rows[row]) * size :][:size]
         store.waiting[layer][row * size :][:size] = there

@@ -236,9 +236,9 @@ class LayerFormat:
         return self.num_heads_kv * (4 + 3 * self.head_dim)
 
     @property
-    def waiting_page_bytes(self) -> int:
-        """Bytes that a page of tokens that wait counts, and its part of the sums of queries that do."""
-        return self.exact_layout.nbytes + PAGE_TABLE_BYTES + 4 * self.head_dim // WAITING_PAGES
+    def waiting_nbytes(self) -> int:
+        """Bytes that the tokens of a head take while they wait: their pages and sums of queries."""
+        return WAITING_PAGES * (self.exact_layout.nbytes + PAGE_TABLE_BYTES) + 4 * self.head_dim
 
 
 @dataclass(frozen=True)

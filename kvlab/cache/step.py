@@ -123,7 +123,8 @@ class DeviceCache:
     def used(self) -> Any:
         """Number of live pages, (layers, rungs), waiting ones behind the last rung; waits for the device."""
         used, waits, num_pages = self.read("used", "waits", "num_pages")
-        for layer, pages in enumerate((num_pages * (waits > 0)[..., None]).sum((1, 2))):
+        waiting = ((waits > 0)[..., None] & (num_pages > 0)).sum((1, 2)) * kernels.WAITING_PAGES
+        for layer, pages in enumerate(waiting):
             if self.store.holds_waiting[layer]:
                 used[layer, len(self.store.stores[layer].layouts)] = pages
         return used

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from kvlab.arrays import numpy_dtype, viewed
 from kvlab.cache.ladder import LayerFormat, reach_of
-from kvlab.ops.cuda.pages import OPEN_PAGES, RUNGS, STATE, UNIT, WAITING_PAGES
+from kvlab.ops.cuda.pages import OPEN_PAGES, RUNGS, STATE, UNIT, WAITING_ENTRIES, WAITING_PAGES
 from kvlab.ops.packed import Window
 from kvlab.pages import NO_PAGE, QUAD, TOKENS_PER_PAGE, LayerPages, PageLayout, new_pool
 
@@ -35,6 +35,7 @@ __all__ = [
     "OPEN_PAGES",
     "STATE",
     "UNIT",
+    "WAITING_ENTRIES",
     "WAITING_PAGES",
     "DevicePages",
     "DeviceStore",
@@ -209,7 +210,7 @@ class DeviceStore:
         segments = -(-capacity // (1 << 16))
         others = OPEN_PAGES + 2 + self.num_rungs * (segments + QUAD - 1)  # open, left over, and fillers
         pages = -(-capacity // TOKENS_PER_PAGE) + others
-        self.entries = max(-(-pages // QUAD) * QUAD, WAITING_PAGES)
+        self.entries = max(-(-pages // QUAD) * QUAD, WAITING_ENTRIES)
         slabs_of = lru_cache(partial(_slabs_of, spare=spare))  # layers are often alike
         self.slab, self.num_slabs = [], []
         for number, store in enumerate(stores):
@@ -450,9 +451,9 @@ class DeviceStore:
     def nbytes(self, layer: int, used: NDArray[np.int32]) -> int:
         """Bytes of the live pages and tables of a layer, given how many pages each rung has."""
         store = self.stores[layer]
-        each = [*map(store.page_bytes, range(len(store.ladder))), store.waiting_page_bytes]
-        pages = sum(int(n) * size for n, size in zip(used, each, strict=False))
-        return pages + self.batch * store.fixed_nbytes
+        pages = sum(int(n) * store.page_bytes(r) for r, n in enumerate(used[: len(store.ladder)]))
+        waiting = int(used[len(store.ladder)]) // WAITING_PAGES * store.waiting_nbytes
+        return pages + waiting + self.batch * store.fixed_nbytes
 
     def read(self, *names: str) -> list[NDArray[Any]]:
         """Copies of tables on the host; waits for the device."""

@@ -1,7 +1,7 @@
 """Rows whose first tokens wait for the mean of their keys, as far as the host knows them.
 
 The mean of a row is that of its valid tokens 4 to 63, whatever calls they come in (kvlab/cache/frame.py).
-Until a row has seen 64, its tokens wait in eight pages of width 16 a KV head. Appends fill these pages,
+Until a row has seen 64, its tokens wait in five pages of width 16 a KV head. Appends fill these pages,
 attention and importance read them like any others, and plans leave them alone. `freeze_means`
 (kernels/cuda/pages/means.cu) then takes the mean and hands the tokens to the next plan as new ones, with
 those of the call.
@@ -39,8 +39,8 @@ CAPACITY = kernels.WAITING_PAGES * TOKENS_PER_PAGE
 def waits_within(layer: Layer, ladder: Ladder, row_budget: int | None) -> bool:
     """Whether so many bytes hold the waiting pages of a row, and then the pages that its tokens go to."""
     store = layer.store
-    packed = kernels.WAITING_PAGES * ladder.cost[0] + 3 * ladder.cost[-1]
-    most = max(kernels.WAITING_PAGES * store.waiting_page_bytes, packed)
+    packed = kernels.WAITING_ENTRIES * ladder.cost[0] + 3 * ladder.cost[-1]
+    most = max(store.waiting_nbytes, packed)
     needed = store.num_heads_kv * most + store.fixed_nbytes
     return layer.takes_mean and (row_budget is None or needed <= row_budget)
 

@@ -220,11 +220,32 @@ def test_tables_that_plans_would_not_find_their_way_in(tmp_path, mixed):
         MixedPrecisionCache.load(path)
 
 
+@pytest.mark.parametrize("opens", [False, True])
+def test_entries_behind_the_pages_of_waiting_tokens_name_none(tmp_path, opens):
+    """The five pages have eight entries; a page of a sixth would lie where those of another head do."""
+    path, cache = tmp_path / "cache", MixedPrecisionCache(1, 2, 1, 16, bits=(4,), budget=None)
+    cache.append(0, *np.ones((2, 1, 40, 1, 16), np.float32))
+    cache.save(path)
+
+    def change(_, arrays):
+        assert len(arrays["0.count"]) == 8
+        assert len(arrays["0.pool1"]) == 5
+        if opens:
+            arrays["0.open"][0, 0, 1] = 5
+        else:
+            arrays["0.count"][5] = 1
+        arrays["0.pool1"] = np.concatenate([arrays["0.pool1"], arrays["0.pool1"][:1]])
+
+    rewritten(path, change)
+    with pytest.raises(FormatError, match="pages of tokens that wait are in rows that have their mean, or"):
+        MixedPrecisionCache.load(path)
+
+
 def test_files_of_other_versions_are_refused_by_their_number(small, tmp_path):
     path = tmp_path / "cache"
     path.write_bytes(small.read_bytes())
-    rewritten(path, lambda d, a: d.update(version=4))
-    with pytest.raises(FormatError, match="format version 4; this kvlab reads version 5 alone: fill a cache"):
+    rewritten(path, lambda d, a: d.update(version=5))
+    with pytest.raises(FormatError, match="format version 5; this kvlab reads version 6 alone: fill a cache"):
         MixedPrecisionCache.load(path)
 
 

@@ -18,8 +18,8 @@ from kvlab.cache.frame import ASKING, LAST, add_queries, key_mean, key_shift
 from kvlab.cache.ladder import LayerFormat, parse_bits
 from kvlab.cache.store import UNIT, DeviceStore
 from kvlab.ops.cuda import pages as kernels
-from kvlab.ops.cuda.pages import WAITING_PAGES
-from kvlab.pages import TOKENS_PER_PAGE, PageLayout, encode_importance
+from kvlab.ops.cuda.pages import WAITING_ENTRIES, WAITING_PAGES
+from kvlab.pages import NO_PAGE, TOKENS_PER_PAGE, PageLayout, encode_importance
 from kvlab.reference.codec import hadamard
 from kvlab.reference.pages import (
     STEPS,
@@ -467,12 +467,15 @@ def test_freeze_means(dtype: str, parts: tuple[int, ...], bits: str) -> None:
                 assert np.flatnonzero(shift[1]).tolist() == [3, 35]
             waits[row] &= not goes
             assert tables["waits"][row] == waits[row]
-            assert (tables["num_pages"][row] == WAITING_PAGES * waits[row]).all()
+            assert (tables["num_pages"][row] == WAITING_ENTRIES * waits[row]).all()
             if waits[row]:
                 held, every = len(old) + int(use.sum()), np.arange(WAITING_PAGES)
                 assert (tables["count"][row][:, every] == np.clip(held - PAGE * every, 0, PAGE)).all()
                 assert (tables["open"][row] == [held // PAGE, held // PAGE + 1]).all()
                 assert (tables["rung"][row, :, every] == 2).all()
+                fillers = slice(WAITING_PAGES, WAITING_ENTRIES)
+                assert (tables["index"][row, :, fillers].view(np.uint32) == NO_PAGE).all()
+                assert (tables["count"][row, :, fillers] == 0).all()
         first += steps
 
 

@@ -278,14 +278,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) freeze_means(const __gr
         const u64 at = (u64)pair * s.entries;
         if (n.steps) s.seqlen[pair] = n.first + n.steps;
         if (!waits) continue;
-        s.num_pages[pair] = goes ? 0 : WAITING_PAGES;
+        s.num_pages[pair] = goes ? 0 : WAITING_ENTRIES;
         for (int i = 0; i < OPEN_PAGES; ++i) s.open[pair * OPEN_PAGES + i] = goes ? -1 : tokens / PAGE + i;
         if (goes) continue;
-        for (int page = 0; page < WAITING_PAGES; ++page) {
+        for (int page = 0; page < WAITING_ENTRIES; ++page) {
             s.rung[at + page] = (u8)s.num_rungs;
             s.count[at + page] = (u8)min(max(tokens - page * PAGE, 0), PAGE);
             s.base[at + page] = (u16)(tokens ? first : page ? last : next);
-            s.index[at + page] = (u32)((waiting.page(i, page) - s.arena) / UNIT);
+            const u32 address = (u32)((waiting.page(i, page) - s.arena) / UNIT);
+            s.index[at + page] = page < WAITING_PAGES ? address : NO_PAGE;
         }
     }
     if (goes && threadIdx.x == 0) s.waits[row] = 0;

@@ -191,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS, 1) take_rows(const _
         const u64 from = (u64)source * f.entries, to = (u64)bh * s.entries;
         visit_table(f, source, counts[warp], [&](int entry, int r, u32 address, int place) {
             const bool is_page = address != NO_PAGE;
-            if (waits) {
+            if (waits && is_page) {
                 const u64 page = (u64)(bh * WAITING_PAGES + entry) * s.rungs[r].record;
                 address = (u32)((s.waiting - s.arena) / UNIT + page);
             } else if (copied && is_page) {
@@ -236,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gather_pages(const __grid_
         const u64 i = (u64)bh * s.entries + entry;
         const bool waits = s.waits[row], is_page = lane < RUN && origin >= 0 && entry < s.num_pages[bh];
         u32 units = 0, from = 0, to = 0;
-        if (is_page && (waits || s.count[i] > 0)) {
+        if (is_page && (waits ? s.index[i] != NO_PAGE : s.count[i] > 0)) {
             const int source = origin * s.heads + head;
             units = s.rungs[s.rung[i]].record;
             from =

@@ -15,7 +15,7 @@ constexpr int PAGE = 16, QUAD = 4;  // tokens of a page, pages of a quad: all of
 constexpr u32 UNIT = 16;
 constexpr u32 NO_PAGE = ~0u;  // LayerState::index where a quad has fewer pages
 constexpr int OPEN_PAGES = 2;
-constexpr int WAITING_PAGES = 8;
+constexpr int WAITING_PAGES = 5, WAITING_ENTRIES = (WAITING_PAGES + QUAD - 1) / QUAD * QUAD;
 constexpr int LAST = 64;       // the first tokens of a row, before this one, make the frame of its keys
 constexpr int ASKING = 48;     // the first token of these whose queries count, too
 constexpr u8 NEW_TOKEN = 255;  // Move::from_rung

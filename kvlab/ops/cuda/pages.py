@@ -33,6 +33,7 @@ __all__ = [
     "RUNGS",
     "STATE",
     "UNIT",
+    "WAITING_ENTRIES",
     "WAITING_PAGES",
     "AppendCall",
     "copy_pages",
@@ -46,7 +47,7 @@ __all__ = [
 
 UNIT = 16
 """Bytes that the `index` of the page table counts."""
-OPEN_PAGES, WAITING_PAGES = 2, 8
+OPEN_PAGES, WAITING_PAGES, WAITING_ENTRIES = 2, 5, 8
 RUNGS = 16
 
 _RUNG = np.dtype([("record", "u4"), ("per_slab", "u4"), ("bits_k", "u2"), ("bits_v", "u2"), ("tail", "u4")])

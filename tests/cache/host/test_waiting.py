@@ -68,12 +68,12 @@ def test_waiting_tokens_are_counted_and_exact(kernels: Kernels) -> None:
     cache, rng = make(batch=1), np.random.default_rng(2)
     step(cache, rng, 40)
     device = cache._runner._device
-    page = device.store.widest.nbytes + 8 + DIM // 2  # with an eighth of the sums of queries
-    assert cache.nbytes == LAYERS * (8 * HEADS * page + HEADS * (4 + 3 * DIM))
+    head = 5 * (device.store.widest.nbytes + 8) + 4 * DIM  # pages and sums of queries
+    assert cache.nbytes == LAYERS * HEADS * (head + 4 + 3 * DIM)
     assert sum(int(pages.sum()) for pages in cache.allocation().values()) == 0
     step(cache, rng, 30)
     assert sum(int(pages.sum()) for pages in cache.allocation().values()) > 0
-    assert cache.nbytes < LAYERS * 8 * HEADS * page
+    assert cache.nbytes < LAYERS * HEADS * head
 
 
 def test_graphs_tell_waiting_steps_from_others(kernels: Kernels) -> None:
@@ -124,6 +124,18 @@ def test_bytes_too_few_to_wait(kernels: Kernels) -> None:
     assert has_mean.all()
     assert np.array_equal(found, [[key_mean(tokens[1][0].astype(np.float32)[:30])]] * LAYERS)
     check_state(cache, [range(40)])
+
+
+def test_bytes_of_five_exact_pages_are_enough_to_wait(kernels: Kernels) -> None:
+    """A short first call then gives no mean: that is taken of the first 64 tokens."""
+    cache, rng = make(batch=1, budget=90_000, bits=(2, 8), plan_length=64), np.random.default_rng(5)
+    tokens = draw(rng, cache, 90)
+    fed(cache, tokens, np.ones((1, 90), bool), [10])
+    assert not means(cache)[0].any()
+    fed(cache, tokens, np.ones((1, 90), bool), [80])
+    wanted = key_mean(tokens[1][0].astype(np.float32)[:LAST])
+    assert np.array_equal(means(cache)[1], [[wanted]] * LAYERS)
+    check_state(cache, [range(90)])
 
 
 @pytest.mark.parametrize("steps", [1, 16, 17, 40])
