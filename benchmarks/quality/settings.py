@@ -72,7 +72,7 @@ def _large_channels() -> list[dict[str, Any]]:
     """Large channels from the first token on, behind the prompt, and behind a first call of 10 tokens.
 
     A budget that holds at every length holds no first call of 10 tokens: it is that of all tokens then, and
-    once that of 576, which does not hold 64 exact ones at 3.2 bits.
+    once that of 576, which at 3.2 bits holds little more than the first exact ones.
     """
     short = {
         f"default {budget}, first 10, plan {plan}": {"budget": budget, "plan_length": plan, "first": 10}
