@@ -159,19 +159,28 @@ def prepare_operations(
         "rotate_heads": (rows["qkv"] // head_dim, kernel.batch),
         "attend_tokens": (kernel.readers, kernel.batch),
         "activate_rows": (-(-mlp // 2 // threads), kernel.batch),
-        "add_rows": (-(-geometry.hidden // 2 // threads), kernel.batch),
+        "add_rows": (-(-geometry.hidden // 32), kernel.batch),
         **{f"multiply_{name}": (size // 16,) for name, size in rows.items()},
         "multiply_head": (kernel.vocabulary // 16,),
     }
     loaded = {name: _load("ops", kernel.macros(), device, entry=name) for name in grids}
+    few = {"rotate_heads": 32, "add_rows": 64}
     launches = {
-        name: PreparedLaunch(loaded[name], grid, (32 if name == "rotate_heads" else threads,), argument)
+        name: PreparedLaunch(
+            loaded[name],
+            grid,
+            (few.get(name, threads),),
+            argument,
+            early=name == "add_rows" and bool(cluster),
+        )
         for name, grid in grids.items()
     }
     if cluster:
         macros, blocks = {**kernel.macros(), "CLUSTER": cluster}, geometry.heads_kv * cluster
         entry = _load("cluster", macros, device, entry="attend_block", clusters=True)
-        launches["attend_block"] = PreparedLaunch(entry, (blocks,), (threads,), argument, cluster=cluster)
+        launches["attend_block"] = PreparedLaunch(
+            entry, (blocks,), (threads,), argument, early=True, cluster=cluster
+        )
     return launches, argument
 
 

@@ -307,10 +307,14 @@ def test_launches_have_the_same_bits_and_leave_counters_at_zero() -> None:
             assert not token.arrays[name].any()
 
 
-@pytest.mark.parametrize(("name", "batch"), [("pythia-2.8b", 1), ("pythia-2.8b", 8), ("llama-3.2-1b", 16)])
-def test_a_thousand_replays_have_the_same_bits(name: str, batch: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "batch", "plan"),
+    [("pythia-2.8b", 1, "graph"), ("pythia-2.8b", 8, "graph"), ("llama-3.2-1b", 16, "graph"),
+     ("pythia-2.8b", 1, "cluster-8"), ("llama-3.1-8b", 1, "cluster-4")],
+)  # fmt: skip
+def test_a_thousand_replays_have_the_same_bits(name: str, batch: int, plan: str) -> None:
     geometry = WIDTHS[name, batch]
-    on_gpu = decoder(geometry, "cuda", batch=batch)
+    on_gpu = decoder(geometry, "cuda", batch=batch, plan=plan)
     on_gpu.prefill(texts(geometry, *range(30, 30 + batch)))
     executor: Any = on_gpu._executor
     token, cupy = executor._decode, executor._cupy

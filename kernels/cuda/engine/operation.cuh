@@ -14,6 +14,19 @@ struct Operation {
 };
 static_assert(sizeof(Operation) == sizeof(Call) + 40, "OPERATION of kvlab/engine/kernels.py");
 
+// Launches that come early (`PreparedLaunch(..., early=True)`): what they do before `wait_for_launches` reads
+// nothing that an earlier launch writes, and from `admit_launch` on the next one may come.
+__device__ __forceinline__ void wait_for_launches() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void admit_launch() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // The blocks of a warp, of one part of the columns; load_x(column, n) gives 8 columns of x of this lane's
 // token.
 template <Kind KIND, class LoadX>

@@ -10,8 +10,9 @@
 //
 // Threads and data: MMA_THREADS threads a CTA. `multiply_*`: a CTA has 16 rows, its warps the blocks that
 // they have in engine/token.cu, from memory; `attend_tokens`: a pass over a KV head of a token;
-// `rotate_heads`: a warp a head; `norm_tokens`: one CTA for all; `activate_rows`, `add_rows`: a thread two
-// rows of a product. Shared memory: sums of warps.
+// `rotate_heads`: a warp a head; `norm_tokens`: one CTA for all; `activate_rows`: a thread two rows of a
+// product; `add_rows`: 64 threads, a warp 16 rows, whose 4 groups of lanes have every fourth head's sums.
+// Shared memory: sums of warps.
 //
 // Macros: those of engine/model.cuh. Nothing here needs more than sm_80.
 #include "engine/operation.cuh"
@@ -140,17 +141,29 @@ extern "C" __global__ void __launch_bounds__(MMA_THREADS)
         *(u32*)(to + row) = pack_pair(gelu(y.x), gelu(y.y));
 }
 
-extern "C" __global__ void __launch_bounds__(MMA_THREADS) add_rows(const __grid_constant__ Operation op) {
-    const int pair = blockIdx.x * MMA_THREADS + threadIdx.x, own = min(pair, HIDDEN / 2 - 1), n = blockIdx.y;
-    const Element at = {own / 8, own % 8, n};
-    const float2 before = load_pair(op.call.hidden + n * HIDDEN + at.row()), bias = bias_of(op, at.row());
-    float2 y = op.takes_sums ? *(const float2*)(op.sums + n * HIDDEN + at.row()) : make_float2(0.f, 0.f);
-    for (int head = 0; op.head_sums && head < HEADS_KV; ++head) {
-        const float2 sum = *(const float2*)(op.head_sums + head * HIDDEN + at.row());
+extern "C" __global__ void __launch_bounds__(64) add_rows(const __grid_constant__ Operation op) {
+    const int lane = threadIdx.x % 32, tile = blockIdx.x * 2 + threadIdx.x / 32, n = blockIdx.y;
+    const Element at = {min(tile, HIDDEN / 16 - 1), lane % 8, n};
+    admit_launch();
+    const float2 bias = bias_of(op, at.row());
+    wait_for_launches();
+    const float2 before = load_pair(op.call.hidden + n * HIDDEN + at.row());
+    float2 y = op.takes_sums ? load_pair(op.sums + n * HIDDEN + at.row()) : make_float2(0.f, 0.f);
+    if (op.head_sums) {
+        float2 sum = {0.f, 0.f};
+#pragma unroll 8
+        for (int head = lane / 8; head < HEADS_KV; head += 4) {
+            const float2 own = load_pair(op.head_sums + head * HIDDEN + at.row());
+            sum.x += own.x, sum.y += own.y;
+        }
+#pragma unroll
+        for (int i = 8; i < 32; i *= 2) {
+            sum.x += __shfl_xor_sync(ALL_LANES, sum.x, i), sum.y += __shfl_xor_sync(ALL_LANES, sum.y, i);
+        }
         y.x += sum.x, y.y += sum.y;
     }
     y.x += bias.x + before.x, y.y += bias.y + before.y;
-    store_hidden(op.call, at, y, pair < HIDDEN / 2);
+    store_hidden(op.call, at, y, lane < 8 && tile < HIDDEN / 16);
 }
 
 // clang-format off
