@@ -22,6 +22,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--rank", type=int, default=0)
     given = parser.parse_args()
+    if given.ranks < 1 or not 0 <= given.rank < given.ranks:
+        parser.error(f"--rank {given.rank}: it must lie below --ranks {given.ranks}, from 0 on")
+    if given.tokens < 2 * given.ranks:
+        parser.error(f"--tokens {given.tokens}: {given.ranks} ranks need at least {2 * given.ranks}")
     device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
     heads, heads_kv, dim = (4, 1, 128) if on_gpu else (4, 1, 64)  # one KV head at a time, as it is gathered
     chunk, torch_int = given.tokens // (2 * given.ranks), {"dtype": torch.int32, "device": device}

@@ -202,7 +202,7 @@ def run(target: str, where: Machine, *, repeats: int = 10, release: bool = False
     counters: list[Row] = []
     skipped = {f"everything on {device}": reason for device, reason in where.skipped.items()}
     for device in where.devices:
-        for part in (target,) if target in ("grouped", "engine") else resolve(target):
+        for part in resolve(target, more=("grouped", "engine")):
             launched: list[Row] = []
             calls = (
                 call for times in ((1, 4) if release else (1,)) for call in calls_of(part, device, times)

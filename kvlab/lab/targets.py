@@ -29,8 +29,8 @@ class Machine:
     skipped: dict[str, str] = field(default_factory=dict)
 
 
-def resolve(target: str) -> tuple[str, ...]:
-    """Return the parts that a target names.
+def resolve(target: str, more: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Return the parts that a target names; `more` are those that a command has beside `TARGETS`.
 
     Raises
     ------
@@ -45,10 +45,9 @@ def resolve(target: str) -> tuple[str, ...]:
     if target == "all":
         return TARGETS
     target = "attention" if target == "flash_attention" else target
-    if target not in TARGETS:
-        raise ValueError(
-            f"target={target!r} is unknown; known are flash_attention, {', '.join(TARGETS)}, all"
-        )
+    known = (*TARGETS, *more)
+    if target not in known:
+        raise ValueError(f"target={target!r} is unknown; known are flash_attention, {', '.join(known)}, all")
     return (target,)
 
 

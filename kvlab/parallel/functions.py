@@ -7,9 +7,12 @@ same way. `extract_local` takes a rank's tokens out of a whole sequence, `positi
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
+from operator import index
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from kvlab.arguments import (
@@ -74,6 +77,7 @@ def extract_local(x: Any, cu_seqlens: Any, *, group: Any = None, zigzag: bool = 
     ValueError
         If a sequence is no multiple of the number of chunks, or x has another number of tokens.
     """
+    _check_tensors(x=x)
     shard = _shard(_lengths(cu_seqlens, "cu_seqlens"), group, zigzag)
     _check_total(x, "x", sum(shard.lengths))
     return x.index_select(0, on_device(shard.rows, x.device))
@@ -89,6 +93,7 @@ def scatter_local(whole: Any, local: Any, cu_seqlens: Any, *, group: Any = None,
     cu_seqlens, group, zigzag
         As in `extract_local`.
     """
+    _check_tensors(whole=whole, local=local)
     shard = _shard(_lengths(cu_seqlens, "cu_seqlens"), group, zigzag)
     _check_total(whole, "whole", sum(shard.lengths))
     _check_total(local, "local", len(shard.rows))
@@ -97,6 +102,7 @@ def scatter_local(whole: Any, local: Any, cu_seqlens: Any, *, group: Any = None,
 
 def position_ids(cu_seqlens: Any, like: Any, *, group: Any = None, zigzag: bool = True) -> Any:
     """Return the position of each of this rank's tokens in its sequence, int64, on the device of `like`."""
+    _check_tensors(like=like)
     shard = _shard(_lengths(cu_seqlens, "cu_seqlens"), group, zigzag)
     return on_device(shard.position_ids, like.device)
 
@@ -124,11 +130,12 @@ def llama3_flash_attn_prepare_cu_seqlens(
     local_k_slice : slice
         These keys among those of all ranks.
     """
-    part = llama3_plan(_lengths(cu_seqlens, "cu_seqlens"), rank, world_size, flag(causal, "causal")).gathered[
-        0
-    ]
+    size = whole_number(world_size, "world_size", 1, LONGEST)
+    place = whole_number(rank, "rank", 0, size - 1)
+    (part,) = llama3_plan(_lengths(cu_seqlens, "cu_seqlens"), place, size, flag(causal, "causal")).gathered
     longest = [int((bounds[1:] - bounds[:-1]).max(initial=0)) for bounds in (part.cu_q, part.cu_k)]
-    bounds = [on_device(b, cu_seqlens.device) for b in (part.cu_q, part.cu_k)]
+    device = cu_seqlens.device if isinstance(cu_seqlens, torch.Tensor) else torch.device("cpu")
+    bounds = [on_device(b, device) for b in (part.cu_q, part.cu_k)]
     return bounds[0], bounds[1], longest[0], longest[1], part.k_rows  # type: ignore[return-value]
 
 
@@ -185,8 +192,11 @@ def llama3_flash_attn_varlen_func(
     """
     refuse_unsupported(dropout_p, alibi_slopes)
     bounds = (_bounds(cu_seqlens_q, "cu_seqlens_q"), _bounds(cu_seqlens_k, "cu_seqlens_k"))
+    _check_tensors(q=q, k=k, v=v)
+    _check_pieces(q, *bounds, max_seqlen_q, max_seqlen_k)
     part = Part(slice(None), local_k_slice, *bounds, flag(causal, "causal"))
     rank, size = place_of(group)
+    _check_slice(local_k_slice, len(q) * size, int(bounds[1][-1]))
     plan = Plan(np.full((size, size), len(q)), (), (part,))
     options = _options(softmax_scale, window_size, deterministic)
     stride = whole_number(heads_k_stride, "heads_k_stride", 1, LONGEST)
@@ -267,10 +277,15 @@ def zigzag_llama3_flash_attn_varlen_func(
         raise NotImplementedError(
             f"implementation={word!r}: one call for both chunks needs causal=True and no window; leave it out"
         )
+    if local_k_slice is not None and not isinstance(local_k_slice, slice):
+        raise TypeError(f"local_k_slice={local_k_slice!r}: zigzag chunks need all keys; pass None")
     call = _zigzag_llama3_call(
-        _numbers(cu_seqlens_q, "cu_seqlens_q"), _numbers(cu_seqlens_k, "cu_seqlens_k"), max_seqlen_q,
-        max_seqlen_k, local_k_slice and (local_k_slice.start, local_k_slice.stop, local_k_slice.step),
-        flag(causal, "causal"), options, heads_k_stride, group_of(group), place_of(group),
+        _numbers(cu_seqlens_q, "cu_seqlens_q"), _numbers(cu_seqlens_k, "cu_seqlens_k"),
+        whole_number(max_seqlen_q, "max_seqlen_q", 0, LONGEST),
+        whole_number(max_seqlen_k, "max_seqlen_k", 0, LONGEST),
+        local_k_slice and (local_k_slice.start, local_k_slice.stop, local_k_slice.step),
+        flag(causal, "causal"), options, whole_number(heads_k_stride, "heads_k_stride", 1, LONGEST),
+        group_of(group), place_of(group),
     )  # fmt: skip
     return _attend(call, q, k, v, return_attn_probs)
 
@@ -301,9 +316,7 @@ def _zigzag_llama3_call(
     _local_lengths(mine, max_seqlen_q, "max_seqlen_q")
     _local_lengths(cu_seqlens_k, max_seqlen_k, "max_seqlen_k")
     plan = zigzag_llama3_plan(shard, causal, options.window)
-    return GatheredAttention(
-        plan, group, place[0], whole_number(stride, "heads_k_stride", 1, LONGEST), options
-    )
+    return GatheredAttention(plan, group, place[0], stride, options)
 
 
 # ---- keys and values go round
@@ -426,6 +439,7 @@ def zigzag_ring_flash_attn_varlen_func(
 def _ring_of_batch(
     q: Any, k: Any, v: Any, causal: bool, options: Options, return_lse: bool, group: Any, *, zigzag: bool
 ) -> Any:
+    _check_tensors(q=q, k=k, v=v)
     sizes = match_shapes({"q": (q.shape, _OF_Q), "k": (k.shape, _OF_K), "v": (v.shape, _OF_K)})
     lengths = (sizes["Sq"],) * sizes["B"]
     flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
@@ -452,6 +466,7 @@ def _ring(
         raise NotImplementedError(
             f"window_size={options.window}: a ring has no windows; zigzag_llama3_flash_attn_varlen_func has"
         )
+    _check_tensors(q=q, k=k, v=v)
     rank, world_size = place_of(group)
     shard = Shard(tuple(n * world_size for n in local_lengths), rank, world_size, zigzag)
     _check_tokens(q.shape, k.shape, v.shape, int(shard.cu_seqlens[-1]))
@@ -463,6 +478,7 @@ def _ring(
 
 
 def _attend(call: GatheredAttention, q: Any, k: Any, v: Any, return_lse: bool) -> Any:
+    _check_tensors(q=q, k=k, v=v)
     _check_tokens(q.shape, k.shape, v.shape, call.tokens)
     whole_number(call.stride, "heads_k_stride", 1, max(1, k.shape[1]))
     return _answer(with_gradients(call, q, k, v), return_lse)
@@ -494,11 +510,52 @@ def _implementation(implementation: str | None, triton_grouped: bool, grouped_at
     return next(iter(words), None)
 
 
+def _check_tensors(**tensors: Any) -> None:
+    """Check what a rank sends before another one waits for it."""
+    first = next(iter(tensors))
+    for name, x in tensors.items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}: ranks exchange torch tensors alone")
+        if not x.ndim:
+            raise ValueError(f"{name} is one number: it must have tokens")
+        like = tensors[first]
+        if x.dtype != like.dtype or x.device != like.device:
+            raise TypeError(
+                f"{name} is {x.dtype} on {x.device}, {first} {like.dtype} on {like.device}: they must agree"
+            )
+
+
+def _check_pieces(
+    q: Any, cu_q: NDArray[np.int32], cu_k: NDArray[np.int32], longest_q: int, longest_k: int
+) -> None:
+    """Check the pieces of sequences that a rank of a stream holds, and the keys that they see."""
+    if len(cu_q) != len(cu_k):
+        raise ValueError(f"cu_seqlens_q has {len(cu_q) - 1} sequences and cu_seqlens_k {len(cu_k) - 1}")
+    _check_total(q, "q", int(cu_q[-1]))
+    for side, bounds, longest in (("q", cu_q, longest_q), ("k", cu_k, longest_k)):
+        _check_longest(tuple(np.diff(bounds).tolist()), longest, f"max_seqlen_{side}")
+
+
+def _check_slice(keys: slice, total: int, count: int) -> None:
+    """Check that a slice of all keys has as many as their lengths say."""
+    if not isinstance(keys, slice):
+        raise TypeError(
+            f"local_k_slice={keys!r}: it must be the slice of llama3_flash_attn_prepare_cu_seqlens"
+        )
+    found = len(range(total)[keys])
+    if keys.step not in (None, 1) or found != count:
+        raise ValueError(f"local_k_slice={keys}: it has {found} of {total} keys; cu_seqlens_k has {count}")
+
+
 @lru_cache(maxsize=256)
 def _check_tokens(q: Any, k: Any, v: Any, total: int | None) -> None:
     """Check the shapes of a rank's tensors."""
     keys = ("total_q", "Hk", "D")  # a rank has as many keys as queries
-    match_shapes({"q": (q, ("total_q", "Hq", "D")), "k": (k, keys), "v": (v, keys)})
+    sizes = match_shapes({"q": (q, ("total_q", "Hq", "D")), "k": (k, keys), "v": (v, keys)})
+    if sizes["Hk"] and sizes["Hq"] % sizes["Hk"]:
+        raise ValueError(
+            f"q has {sizes['Hq']} heads: it must be a multiple of the {sizes['Hk']} heads of k and v"
+        )
     if total is not None:
         _check_length(q[0], "q", total)
 
@@ -520,17 +577,19 @@ def _numbers(cu_seqlens: Any, name: str) -> tuple[int, ...]:
     """Prefix sums on the host, not checked yet."""
     numbers = cu_seqlens.tolist() if hasattr(cu_seqlens, "tolist") else cu_seqlens
     try:
-        return tuple(numbers)
+        return tuple(map(index, numbers))
     except TypeError:
         raise TypeError(f"{name}={numbers!r}: it must be one row of numbers that rise from 0") from None
 
 
 def _bounds(cu_seqlens: Any, name: str) -> NDArray[np.int32]:
     """Prefix sums on the host."""
-    values = np.array(_numbers(cu_seqlens, name), np.int64)
-    if values.ndim != 1 or not len(values) or values[0] or (np.diff(values) < 0).any():
-        raise ValueError(f"{name}={values.tolist()}: it must be one row of numbers that rise from 0")
-    return values.astype(np.int32)
+    numbers = _numbers(cu_seqlens, name)
+    if not numbers or numbers[0] or any(a > b for a, b in pairwise(numbers)):
+        raise ValueError(f"{name}={list(numbers)}: it must be one row of numbers that rise from 0")
+    if numbers[-1] > LONGEST:
+        raise ValueError(f"{name} rises to {numbers[-1]}: at most {LONGEST} tokens are supported")
+    return np.array(numbers, np.int32)
 
 
 def _lengths(cu_seqlens: Any, name: str) -> tuple[int, ...]:
@@ -540,6 +599,12 @@ def _lengths(cu_seqlens: Any, name: str) -> tuple[int, ...]:
 def _local_lengths(cu_seqlens: Any, max_seqlen: int, name: str = "max_seqlen") -> tuple[int, ...]:
     """Lengths, of which none is longer than the caller says."""
     lengths = _lengths(cu_seqlens, "cu_seqlens")
-    if whole_number(max_seqlen, name, 0, LONGEST) < max(lengths, default=0):
-        raise ValueError(f"{name}={max_seqlen}: the longest sequence has {max(lengths)} tokens")
+    _check_longest(lengths, max_seqlen, name)
     return lengths
+
+
+def _check_longest(lengths: tuple[int, ...], max_seqlen: int, name: str) -> None:
+    if whole_number(max_seqlen, name, 0, LONGEST) < max(lengths, default=0):
+        raise ValueError(
+            f"{name}={max_seqlen}: the longest sequence has {max(lengths)} tokens; pass at least that"
+        )

@@ -59,7 +59,7 @@ def test_the_docs_use_options_that_exist() -> None:
     commands: Any = get_command(cli.app())
     seen = set()
     for line in itertools.chain.from_iterable(page.read_text().splitlines() for page in pages):
-        for words in re.findall(r"\bkvlab ((?:[a-z]+ ?){1,2})([^`#]*)", line):
+        for words in re.findall(r"\bkvlab ((?:[a-z][a-z-]* ?){1,2})([^`#]*)", line):
             command, options = commands, re.findall(r"(?<!\S)--[a-z-]+", words[1])
             for name in words[0].split():
                 command = getattr(command, "commands", {}).get(name, command)

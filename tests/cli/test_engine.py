@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from kvlab.cli import app
 from kvlab.engine import Decoder
+from kvlab.lab.engine.check import check
 from kvlab.lab.engine.text import words
 from tests.engine.models import family
 
@@ -58,6 +59,11 @@ def test_a_wrong_layer_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         found = run(*command, "--model", "pythia-14m", "--seq-len", "9")
         assert found.exit_code == 1, found.output
         assert "False" in found.stdout
+
+
+def test_a_text_beyond_the_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="seq_len=2000, 100 tokens timed behind them: the model takes 2048"):
+        check("pythia-14m", layers=[0], seq_len=2000, dtype="float16", seed=0, device="cpu", runs=100)
 
 
 def test_random_layers_are_checked() -> None:

@@ -225,6 +225,82 @@ def test_what_cannot_be_is_refused_by_name(options: Any, error: type[Exception],
         parallel.zigzag_llama3_flash_attn_varlen_func(x, x, x, cu, cu, 8, 8, 1, **{"causal": True} | options)
 
 
+X, CU = torch.zeros(8, 2, 16), [0, 8]
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank of one, which never communicates."""
+    monkeypatch.setattr("kvlab.parallel.functions.place_of", lambda group: (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"q": torch.zeros(8, 3, 16)}, ValueError, "q has 3 heads: it must be a multiple of the 2 heads"),
+        ({"k": X.half()}, TypeError, "k is torch.float16 on cpu, q torch.float32 on cpu"),
+        ({"q": X.numpy()}, TypeError, "q is a ndarray: ranks exchange torch tensors alone"),
+        ({"v": None}, TypeError, "v is a NoneType"),
+        ({"q": torch.tensor(1.0)}, ValueError, "q is one number"),
+        ({"cu_seqlens_q": [0, 7.5]}, TypeError, "cu_seqlens_q=[0, 7.5]: it must be one row of numbers"),
+        ({"cu_seqlens_k": [[0, 8]]}, TypeError, "cu_seqlens_k=[[0, 8]]"),
+        ({"cu_seqlens_k": "abc"}, TypeError, "cu_seqlens_k='abc'"),
+        ({"cu_seqlens_q": [0, 2**31]}, ValueError, "cu_seqlens_q rises to 2147483648"),
+        ({"cu_seqlens_k": [0, 9, 8]}, ValueError, "cu_seqlens_k=[0, 9, 8]"),
+        ({"max_seqlen_q": 7}, ValueError, "max_seqlen_q=7: the longest sequence has 8 tokens; pass at least"),
+        ({"max_seqlen_k": "x"}, TypeError, "max_seqlen_k='x'"),
+        ({"heads_k_stride": [1]}, TypeError, "heads_k_stride=[1]"),
+        ({"local_k_slice": 5}, TypeError, "local_k_slice=5"),
+    ],
+)
+@pytest.mark.parametrize("name", ["zigzag_llama3_flash_attn_varlen_func", "llama3_flash_attn_varlen_func"])
+@pytest.mark.usefixtures("one_rank")
+def test_bad_arguments_raise_before_a_rank_waits(
+    name: str, arguments: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    right = {"q": X, "k": X, "v": X, "cu_seqlens_q": CU, "cu_seqlens_k": CU, "max_seqlen_q": 8}
+    right |= {"max_seqlen_k": 8, "heads_k_stride": 1, "local_k_slice": slice(0, 8), "causal": True}
+    with pytest.raises(error, match=re.escape(words)):
+        getattr(parallel, name)(**right | arguments)
+
+
+@pytest.mark.parametrize(
+    ("cu_q", "cu_k", "keys", "error", "words"),
+    [
+        ([0, 5], [0, 8], slice(0, 8), ValueError, "q has 8 tokens; the lengths add up to 5"),
+        ([0, 8], [0, 4, 8], slice(0, 8), ValueError, "cu_seqlens_q has 1 sequences and cu_seqlens_k 2"),
+        ([0, 8], [0, 8], slice(0, 7), ValueError, "it has 7 of 8 keys; cu_seqlens_k has 8"),
+        ([0, 8], [0, 8], None, TypeError, "local_k_slice=None"),
+    ],
+)
+@pytest.mark.usefixtures("one_rank")
+def test_pieces_of_a_stream_are_checked(
+    cu_q: Any, cu_k: Any, keys: Any, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=re.escape(words)):
+        parallel.llama3_flash_attn_varlen_func(X, X, X, cu_q, cu_k, 8, 8, 1, keys)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_tensors_and_ranks_are_checked() -> None:
+    prepare = parallel.llama3_flash_attn_prepare_cu_seqlens
+    assert prepare([0, 8], True, 1, 2)[4] == slice(0, 8)
+    with pytest.raises(ValueError, match="rank=9"):
+        prepare([0, 8], True, 9, 2)
+    with pytest.raises(ValueError, match="world_size=0"):
+        prepare([0, 8], True, 0, 0)
+    with pytest.raises(TypeError, match="rank='0'"):
+        prepare([0, 8], True, "0", 2)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="x is a ndarray"):
+        parallel.extract_local(X.numpy(), CU)
+    with pytest.raises(TypeError, match=r"local is torch\.float16"):
+        parallel.scatter_local(X.clone(), X.half(), CU)
+    with pytest.raises(TypeError, match="like is a NoneType"):
+        parallel.position_ids(CU, None)
+    with pytest.raises(TypeError, match="q is a list"):
+        parallel.ring_flash_attn_func([X], X[None], X[None])
+
+
 @pytest.mark.parametrize("left", [0, 5, 30])
 def test_windows(ranks: Any, left: int) -> None:
     options = {"causal": True, "window": (left, 0)}

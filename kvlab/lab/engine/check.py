@@ -73,6 +73,9 @@ def check(
     count = model.config.num_hidden_layers
     if layers is not None and not 0 <= min(layers) <= max(layers) < count:
         raise ValueError(f"layer={max(layers)}: the model has layers 0 to {count - 1}")
+    most = model.config.max_position_embeddings
+    if seq_len + runs > most:
+        raise ValueError(f"seq_len={seq_len}, {runs} tokens timed behind them: the model takes {most}")
     ids = np.random.default_rng(seed).integers(0, model.config.vocab_size, seq_len)
     exact, low = states(model, ids, "float64"), states(model, ids, dtype)
     # The model is again what it was: 16-bit numbers survive both.
