@@ -28,6 +28,8 @@ from kvlab.parallel.copy_engines import mailbox
 
 __all__ = [
     "Pending",
+    "check_tensors",
+    "device_of",
     "exchange",
     "filled",
     "group_of",
@@ -231,6 +233,26 @@ def _told(call: Callable[[], Any], what: str) -> Any:
 def _copy_on_device(data: bytes, dtype: str, device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # a later call may want gradients through the same indices
         return torch.from_numpy(np.frombuffer(data, dtype).copy()).to(device)
+
+
+def check_tensors(**tensors: Any) -> None:
+    """Check what a rank sends before another one waits for it."""
+    first = next(iter(tensors))
+    for name, x in tensors.items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}: ranks exchange torch tensors alone")
+        if not x.ndim:
+            raise ValueError(f"{name} is one number: it must have tokens")
+        like = tensors[first]
+        if x.dtype != like.dtype or x.device != like.device:
+            raise TypeError(
+                f"{name} is {x.dtype} on {x.device}, {first} {like.dtype} on {like.device}: they must agree"
+            )
+
+
+def device_of(x: Any) -> torch.device:
+    """Return where a tensor lies; a sequence of numbers lies on the host."""
+    return x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
 
 
 def on_device(numbers: NDArray[Any], device: torch.device) -> Tensor:

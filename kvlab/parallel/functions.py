@@ -12,7 +12,6 @@ from operator import index
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from kvlab.arguments import (
@@ -25,7 +24,14 @@ from kvlab.arguments import (
     whole_number,
 )
 from kvlab.ops.grouped import IMPLEMENTATIONS
-from kvlab.parallel.collectives import group_of, on_device, place_of, with_gradients
+from kvlab.parallel.collectives import (
+    check_tensors,
+    device_of,
+    group_of,
+    on_device,
+    place_of,
+    with_gradients,
+)
 from kvlab.parallel.gathered import GatheredAttention
 from kvlab.parallel.layout import Part, Plan, Shard, llama3_plan, zigzag_llama3_plan
 from kvlab.parallel.parts import Options
@@ -77,7 +83,7 @@ def extract_local(x: Any, cu_seqlens: Any, *, group: Any = None, zigzag: bool = 
     ValueError
         If a sequence is no multiple of the number of chunks, or x has another number of tokens.
     """
-    _check_tensors(x=x)
+    check_tensors(x=x)
     shard = _shard(_lengths(cu_seqlens, "cu_seqlens"), group, zigzag)
     _check_total(x, "x", sum(shard.lengths))
     return x.index_select(0, on_device(shard.rows, x.device))
@@ -93,7 +99,7 @@ def scatter_local(whole: Any, local: Any, cu_seqlens: Any, *, group: Any = None,
     cu_seqlens, group, zigzag
         As in `extract_local`.
     """
-    _check_tensors(whole=whole, local=local)
+    check_tensors(whole=whole, local=local)
     shard = _shard(_lengths(cu_seqlens, "cu_seqlens"), group, zigzag)
     _check_total(whole, "whole", sum(shard.lengths))
     _check_total(local, "local", len(shard.rows))
@@ -102,7 +108,7 @@ def scatter_local(whole: Any, local: Any, cu_seqlens: Any, *, group: Any = None,
 
 def position_ids(cu_seqlens: Any, like: Any, *, group: Any = None, zigzag: bool = True) -> Any:
     """Return the position of each of this rank's tokens in its sequence, int64, on the device of `like`."""
-    _check_tensors(like=like)
+    check_tensors(like=like)
     shard = _shard(_lengths(cu_seqlens, "cu_seqlens"), group, zigzag)
     return on_device(shard.position_ids, like.device)
 
@@ -134,8 +140,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
     place = whole_number(rank, "rank", 0, size - 1)
     (part,) = llama3_plan(_lengths(cu_seqlens, "cu_seqlens"), place, size, flag(causal, "causal")).gathered
     longest = [int((bounds[1:] - bounds[:-1]).max(initial=0)) for bounds in (part.cu_q, part.cu_k)]
-    device = cu_seqlens.device if isinstance(cu_seqlens, torch.Tensor) else torch.device("cpu")
-    bounds = [on_device(b, device) for b in (part.cu_q, part.cu_k)]
+    bounds = [on_device(b, device_of(cu_seqlens)) for b in (part.cu_q, part.cu_k)]
     return bounds[0], bounds[1], longest[0], longest[1], part.k_rows  # type: ignore[return-value]
 
 
@@ -192,7 +197,7 @@ def llama3_flash_attn_varlen_func(
     """
     refuse_unsupported(dropout_p, alibi_slopes)
     bounds = (_bounds(cu_seqlens_q, "cu_seqlens_q"), _bounds(cu_seqlens_k, "cu_seqlens_k"))
-    _check_tensors(q=q, k=k, v=v)
+    check_tensors(q=q, k=k, v=v)
     _check_pieces(q, *bounds, max_seqlen_q, max_seqlen_k)
     part = Part(slice(None), local_k_slice, *bounds, flag(causal, "causal"))
     rank, size = place_of(group)
@@ -439,7 +444,7 @@ def zigzag_ring_flash_attn_varlen_func(
 def _ring_of_batch(
     q: Any, k: Any, v: Any, causal: bool, options: Options, return_lse: bool, group: Any, *, zigzag: bool
 ) -> Any:
-    _check_tensors(q=q, k=k, v=v)
+    check_tensors(q=q, k=k, v=v)
     sizes = match_shapes({"q": (q.shape, _OF_Q), "k": (k.shape, _OF_K), "v": (v.shape, _OF_K)})
     lengths = (sizes["Sq"],) * sizes["B"]
     flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
@@ -466,7 +471,7 @@ def _ring(
         raise NotImplementedError(
             f"window_size={options.window}: a ring has no windows; zigzag_llama3_flash_attn_varlen_func has"
         )
-    _check_tensors(q=q, k=k, v=v)
+    check_tensors(q=q, k=k, v=v)
     rank, world_size = place_of(group)
     shard = Shard(tuple(n * world_size for n in local_lengths), rank, world_size, zigzag)
     _check_tokens(q.shape, k.shape, v.shape, int(shard.cu_seqlens[-1]))
@@ -478,7 +483,7 @@ def _ring(
 
 
 def _attend(call: GatheredAttention, q: Any, k: Any, v: Any, return_lse: bool) -> Any:
-    _check_tensors(q=q, k=k, v=v)
+    check_tensors(q=q, k=k, v=v)
     _check_tokens(q.shape, k.shape, v.shape, call.tokens)
     whole_number(call.stride, "heads_k_stride", 1, max(1, k.shape[1]))
     return _answer(with_gradients(call, q, k, v), return_lse)
@@ -508,21 +513,6 @@ def _implementation(implementation: str | None, triton_grouped: bool, grouped_at
             f"use_grouped_attention={grouped_attention} ask for {' and '.join(sorted(words))}: choose one"
         )
     return next(iter(words), None)
-
-
-def _check_tensors(**tensors: Any) -> None:
-    """Check what a rank sends before another one waits for it."""
-    first = next(iter(tensors))
-    for name, x in tensors.items():
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}: ranks exchange torch tensors alone")
-        if not x.ndim:
-            raise ValueError(f"{name} is one number: it must have tokens")
-        like = tensors[first]
-        if x.dtype != like.dtype or x.device != like.device:
-            raise TypeError(
-                f"{name} is {x.dtype} on {x.device}, {first} {like.dtype} on {like.device}: they must agree"
-            )
 
 
 def _check_pieces(
