@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-__all__ = ["match_shapes"]
+__all__ = ["check_heads", "match_shapes"]
 
 
 def match_shapes(shapes: Mapping[str, tuple[Sequence[int], Sequence[str | int]]]) -> dict[str, int]:
@@ -56,6 +56,23 @@ def match_shapes(shapes: Mapping[str, tuple[Sequence[int], Sequence[str | int]]]
                     f"but {first} has {symbol} = {values[symbol]} (shape {_text(shapes[first][0])})"
                 )
     return values
+
+
+def check_heads(sizes: Mapping[str, int], name: str) -> None:
+    """Check that the query heads Hq of an argument are a multiple of the heads Hk of k and v.
+
+    Examples
+    --------
+    >>> check_heads({"Hq": 7, "Hk": 2}, "q")
+    Traceback (most recent call last):
+        ...
+    ValueError: q has 7 heads: it must be a multiple of the 2 heads of k and v, which must be at least one
+    """
+    if sizes["Hk"] == 0 or sizes["Hq"] % sizes["Hk"]:
+        raise ValueError(
+            f"{name} has {sizes['Hq']} heads: it must be a multiple of the {sizes['Hk']} heads of k and v, "
+            "which must be at least one"
+        )
 
 
 def _is_shape(shape: Sequence[int], pattern: Sequence[str | int]) -> str:

@@ -18,7 +18,7 @@ from kvlab.arrays import Array, CudaView, Device, numpy_dtype, one_device
 from kvlab.device import enough_memory
 from kvlab.ops.array_kinds import Kind, device_of_kind, dtype_of_kind, kinds_of, view_of
 from kvlab.registry import Implementation, check_backend, choose, requirements_of
-from kvlab.shapes import match_shapes
+from kvlab.shapes import check_heads, match_shapes
 
 __all__ = [
     "BOUNDS",
@@ -200,11 +200,7 @@ def _call_of(
     sizes = match_shapes({name: (named[name][0], pattern) for name, pattern in signature.patterns.items()})
     if sizes.get("batch + 1") == 0:
         raise ValueError("cu_seqlens_q is empty: it must have batch + 1 elements, [0] for no sequence")
-    if sizes["Hk"] == 0 or sizes["Hq"] % sizes["Hk"]:
-        raise ValueError(
-            f"q has {sizes['Hq']} heads: it must be a multiple of the {sizes['Hk']} heads of k and v, "
-            "which must be at least one"
-        )
+    check_heads(sizes, "q")
     if sizes["D"] == 0:
         raise ValueError("q has D = 0: head_dim must be at least 1")
     for name, dtype in dtypes.items():

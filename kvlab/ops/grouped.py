@@ -34,7 +34,7 @@ from kvlab.registry import (
     requirements_of,
     rows,
 )
-from kvlab.shapes import match_shapes
+from kvlab.shapes import check_heads, match_shapes
 
 __all__ = [
     "CPU",
@@ -374,11 +374,7 @@ def _checked(
             f"prefix_lens[0] has {sizes['batch']} elements, cu_seqlens_k {sizes['batch + 1']}: for a batch "
             "of sequences they have batch and batch + 1"
         )
-    if sizes["Hk"] == 0 or sizes["Hq"] % sizes["Hk"]:
-        raise ValueError(
-            f"q_groups[0] has {sizes['Hq']} heads: it must be a multiple of the {sizes['Hk']} heads of k and "
-            "v, which must be at least one"
-        )
+    check_heads(sizes, "q_groups[0]")
     if sizes["D"] == 0:
         raise ValueError("q_groups[0] has D = 0: head_dim must be at least 1")
     device = one_device(devices)

@@ -36,7 +36,7 @@ from kvlab.parallel.gathered import GatheredAttention
 from kvlab.parallel.layout import Part, Plan, Shard, llama3_plan, zigzag_llama3_plan
 from kvlab.parallel.parts import Options
 from kvlab.parallel.ring import RingAttention
-from kvlab.shapes import match_shapes
+from kvlab.shapes import check_heads, match_shapes
 
 __all__ = [
     "extract_local",
@@ -273,6 +273,7 @@ def zigzag_llama3_flash_attn_varlen_func(
         If another rank does not answer.
     """
     refuse_unsupported(dropout_p, alibi_slopes)
+    check_tensors(q=q, k=k, v=v)
     options = _options(softmax_scale, window_size, deterministic)
     options = options._replace(
         implementation=_implementation(implementation, use_triton_grouped, use_grouped_attention)
@@ -318,8 +319,8 @@ def _zigzag_llama3_call(
         )
     if local_k_slice is not None and slice(*local_k_slice).indices(total) != (0, total, 1):
         raise ValueError(f"local_k_slice={slice(*local_k_slice)}: zigzag chunks need all keys; pass None")
-    _local_lengths(mine, max_seqlen_q, "max_seqlen_q")
-    _local_lengths(cu_seqlens_k, max_seqlen_k, "max_seqlen_k")
+    _check_longest(tuple(np.diff(mine).tolist()), max_seqlen_q, "max_seqlen_q")
+    _check_longest(shard.lengths, max_seqlen_k, "max_seqlen_k")
     plan = zigzag_llama3_plan(shard, causal, options.window)
     return GatheredAttention(plan, group, place[0], stride, options)
 
@@ -415,8 +416,9 @@ def ring_flash_attn_varlen_func(
     """
     refuse_unsupported(dropout_p, alibi_slopes)
     options = _options(softmax_scale, window_size, deterministic)
-    lengths = _local_lengths(cu_seqlens, max_seqlen)
-    return _ring(q, k, v, lengths, causal, options, return_attn_probs, group, zigzag=False)
+    return _ring_of_lengths(
+        q, k, v, cu_seqlens, max_seqlen, causal, options, return_attn_probs, group, zigzag=False
+    )
 
 
 def zigzag_ring_flash_attn_varlen_func(
@@ -437,8 +439,19 @@ def zigzag_ring_flash_attn_varlen_func(
     """`ring_flash_attn_varlen_func` for ranks that hold an early and a late chunk of each sequence."""
     refuse_unsupported(dropout_p, alibi_slopes)
     options = _options(softmax_scale, window_size, deterministic)
-    lengths = _local_lengths(cu_seqlens, max_seqlen)
-    return _ring(q, k, v, lengths, causal, options, return_attn_probs, group, zigzag=True)
+    return _ring_of_lengths(
+        q, k, v, cu_seqlens, max_seqlen, causal, options, return_attn_probs, group, zigzag=True
+    )
+
+
+def _ring_of_lengths(
+    q: Any, k: Any, v: Any, cu_seqlens: Any, max_seqlen: int, causal: bool, options: Options,
+    return_lse: bool, group: Any, *, zigzag: bool,
+) -> Any:  # fmt: skip
+    check_tensors(q=q, k=k, v=v)
+    lengths = _lengths(cu_seqlens, "cu_seqlens")
+    _check_longest(lengths, max_seqlen, "max_seqlen")
+    return _ring(q, k, v, lengths, causal, options, return_lse, group, zigzag=zigzag)
 
 
 def _ring_of_batch(
@@ -471,7 +484,6 @@ def _ring(
         raise NotImplementedError(
             f"window_size={options.window}: a ring has no windows; zigzag_llama3_flash_attn_varlen_func has"
         )
-    check_tensors(q=q, k=k, v=v)
     rank, world_size = place_of(group)
     shard = Shard(tuple(n * world_size for n in local_lengths), rank, world_size, zigzag)
     _check_tokens(q.shape, k.shape, v.shape, int(shard.cu_seqlens[-1]))
@@ -483,7 +495,6 @@ def _ring(
 
 
 def _attend(call: GatheredAttention, q: Any, k: Any, v: Any, return_lse: bool) -> Any:
-    check_tensors(q=q, k=k, v=v)
     _check_tokens(q.shape, k.shape, v.shape, call.tokens)
     whole_number(call.stride, "heads_k_stride", 1, max(1, k.shape[1]))
     return _answer(with_gradients(call, q, k, v), return_lse)
@@ -542,10 +553,7 @@ def _check_tokens(q: Any, k: Any, v: Any, total: int | None) -> None:
     """Check the shapes of a rank's tensors."""
     keys = ("total_q", "Hk", "D")  # a rank has as many keys as queries
     sizes = match_shapes({"q": (q, ("total_q", "Hq", "D")), "k": (k, keys), "v": (v, keys)})
-    if sizes["Hk"] and sizes["Hq"] % sizes["Hk"]:
-        raise ValueError(
-            f"q has {sizes['Hq']} heads: it must be a multiple of the {sizes['Hk']} heads of k and v"
-        )
+    check_heads(sizes, "q")
     if total is not None:
         _check_length(q[0], "q", total)
 
@@ -584,13 +592,6 @@ def _bounds(cu_seqlens: Any, name: str) -> NDArray[np.int32]:
 
 def _lengths(cu_seqlens: Any, name: str) -> tuple[int, ...]:
     return tuple(np.diff(_bounds(cu_seqlens, name)).tolist())
-
-
-def _local_lengths(cu_seqlens: Any, max_seqlen: int, name: str = "max_seqlen") -> tuple[int, ...]:
-    """Lengths, of which none is longer than the caller says."""
-    lengths = _lengths(cu_seqlens, "cu_seqlens")
-    _check_longest(lengths, max_seqlen, name)
-    return lengths
 
 
 def _check_longest(lengths: tuple[int, ...], max_seqlen: int, name: str) -> None:
