@@ -25,14 +25,6 @@ from tests.stand_in_gpu import Launch, StandInGpu  # noqa: E402
 BATCH, TOKENS, HEADS, HEADS_KV, DIM = 2, 96, 4, 2, 128
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    made = StandInGpu(monkeypatch)
-    yield made
-    monkeypatch.undo()
-    made.forget()
-
-
 def arrays(dtype: Any = torch.bfloat16, dim: int = DIM) -> list[Any]:
     return [torch.zeros(BATCH, TOKENS, heads, dim, dtype=dtype) for heads in (HEADS, HEADS_KV, HEADS_KV)]
 

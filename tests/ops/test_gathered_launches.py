@@ -22,14 +22,6 @@ MAP_BYTES = 128
 NUM_MAPS = 29  # of Q 16, of K and of V by whose rows and how many a copy brings, of out
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    made = StandInGpu(monkeypatch)
-    yield made
-    monkeypatch.undo()
-    made.forget()
-
-
 def call(lengths: tuple[int, ...], rank: int, **change: Any) -> tuple[Any, ...]:
     plan = zigzag_llama3_plan(Shard(lengths, rank, 2), True)
     total, come = sum(lengths) // 2, int(plan.takes[rank].sum())

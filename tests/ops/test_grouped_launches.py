@@ -16,14 +16,6 @@ from tests.stand_in_gpu import Launch, StandInGpu  # noqa: E402
 ROWS, TOKENS, HEADS, HEADS_KV, DIM = (300, 0, 4000), 5000, 4, 2, 128
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    made = StandInGpu(monkeypatch)
-    yield made
-    monkeypatch.undo()
-    made.forget()
-
-
 def arrays(dim: int = DIM) -> tuple[list[Any], dict[str, Any]]:
     """Return q of each group, k and v, and the lengths."""
     whole = [torch.tensor([0, n], dtype=torch.int32) for n in (*ROWS, TOKENS)]
