@@ -15,8 +15,9 @@ def command(
     model: Annotated[
         str,
         typer.Argument(
-            help="Folder of a model with its tokenizer; or a known size, for example pythia-2.8b, with "
-            "random weights: its tokens are bytes and numbers."
+            help="Folder of a model with its tokenizer, or its name in the Hugging Face cache of this "
+            "machine; or a known size, for example pythia-2.8b, with random weights: its tokens are bytes "
+            "and numbers."
         ),
     ],
     budget: Annotated[

@@ -15,7 +15,11 @@ group = typer.Typer(
     no_args_is_help=True, help="The decode engine: checks against transformers, text from a model."
 )
 Model = Annotated[
-    str, typer.Option(help="A known size, for example pythia-2.8b, with random weights; or a model's folder.")
+    str,
+    typer.Option(
+        help="A known size, for example pythia-2.8b, with random weights; or the folder of a model, or its "
+        "name in the Hugging Face cache of this machine."
+    ),
 ]
 Dtype = Annotated[Literal["float16", "bfloat16"], typer.Option(help="Of weights, keys and values.")]
 Device = Annotated[str, typer.Option(help="Of the engine: cpu or cuda. transformers runs on the CPU.")]
@@ -101,7 +105,13 @@ def random_check(
 
 @group.command()
 def generate(
-    model: Annotated[str, typer.Option(help="Folder of a model with its tokenizer.")],
+    model: Annotated[
+        str,
+        typer.Option(
+            help="Folder of a model with its tokenizer, or its name in the Hugging Face cache of this "
+            "machine."
+        ),
+    ],
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens at most.")] = 64,
     temperature: Annotated[float, typer.Option(min=0, help="0: the likeliest tokens.")] = 0.0,

@@ -47,7 +47,8 @@ class Decoder:
     batch : int
         Rows, 1 to 16.
     max_seqlen : int, optional
-        Tokens that a row may have; by default what the model is made for, up to 4,096.
+        Tokens that a row may have; by default what the model is made for (its sliding window, if it has one),
+        up to 4,096.
     device : str, optional
         "cpu", the default, or "cuda", "cuda:1", ...: a GPU of compute capability 8.0 or more.
     plan : {"graph", "ops", "cluster", "cluster-1", ..., "cluster-16"}
@@ -152,8 +153,9 @@ class Decoder:
         ----------
         model_or_path : transformers.PreTrainedModel, str or path
             GPT-NeoX (Pythia), Llama (SmolLM2), Mistral, Qwen2 or Qwen3 with a head for causal language; or
-            the folder of one. Nothing is downloaded. A model keeps its weights; of a folder each layer is let
-            go once it is packed.
+            the folder of one, or its name in the Hugging Face cache of this machine. Nothing is downloaded. A
+            model keeps its weights; of a folder each layer is let go once it is packed. A model with a
+            sliding window is decoded up to as many tokens.
         dtype : {"float16", "bfloat16"}, optional
             Of weights, keys and values; by default the model's own, for a float32 model "float16".
         **options

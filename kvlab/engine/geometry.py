@@ -28,7 +28,8 @@ class Geometry:
     rotary_dim : int
         Channels of a head that rotate; the others pass.
     max_positions : int
-        Longest sequence that the model is made for.
+        Longest sequence that the model is made for, and that all of its layers attend as a whole: of a model
+        with a sliding window up to as many tokens.
     parallel : bool
         Attention and MLP read the same x.
     layer_norm : bool
@@ -185,11 +186,7 @@ def geometry_of(config: Any, rotary_dim: int) -> Geometry:
         )
     neox = family == "gpt_neox"
     _refuse(config, "hidden_act", _ACTIVATION.get(family, "silu"))
-    if getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None) is not None:
-        raise NotImplementedError(
-            f"sliding_window={config.sliding_window}: the engine attends all tokens; set it to None, or use "
-            "transformers"
-        )
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     rotary = getattr(config, "rope_parameters", None) or {}
     scaling = rotary.get("rope_type", "default")
     if scaling not in _SCALINGS:
@@ -207,7 +204,7 @@ def geometry_of(config: Any, rotary_dim: int) -> Geometry:
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         rotary_dim=rotary_dim,
         ffn=config.intermediate_size,
-        max_positions=config.max_position_embeddings,
+        max_positions=min(config.max_position_embeddings, window or config.max_position_embeddings),
         parallel=neox and config.use_parallel_residual,
         layer_norm=neox,
         gated=not neox,

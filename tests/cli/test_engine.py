@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from kvlab.cli import app
 from kvlab.engine import Decoder
 from kvlab.lab.engine.check import check
-from kvlab.lab.engine.text import words
+from kvlab.lab.engine.text import Chat, words
 from tests.engine.models import family
 
 
@@ -75,7 +75,7 @@ def test_random_layers_are_checked() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Any) -> Any:
-    """A tiny model whose words are w0 to w96."""
+    """A tiny model whose words are w0 to w96, with spaces between them."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
@@ -94,10 +94,51 @@ def greedy(*ids: int) -> list[int]:
     return found[0, len(ids) :].tolist()
 
 
+def text_of(tokens: list[int]) -> str:
+    """Of tokens that follow others."""
+    return "".join(f" w{token}" for token in tokens)
+
+
 def test_text_of_a_folder(folder: Any) -> None:
     found = run("generate", "--model", str(folder), "--prompt", "w5 w6 w7", "--max-new-tokens", "6")
     assert found.exit_code == 0, found.output
-    assert found.stdout.strip() == "".join(f"w{token}" for token in greedy(5, 6, 7))
+    assert found.stdout.rstrip("\n") == text_of(greedy(5, 6, 7))
+
+
+def test_text_ends_where_the_settings_of_the_model_say(folder: Any) -> None:
+    found = greedy(5, 6, 7)
+    end = found[2]
+    assert end not in found[:2]
+    settings = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": [96, end]}))
+    said = run("generate", "--model", str(folder), "--prompt", "w5 w6 w7", "--max-new-tokens", "6")
+    assert said.stdout.rstrip("\n") == text_of(found[:3])
+
+
+TALK = """{% for one in messages %}{% if loop.first and one['role'] != 'system' %}w90 {% endif %}\
+{{ {'user': 'w91', 'assistant': 'w92'}[one['role']] }} {{ one['content'] | trim }} w93 {% endfor %}\
+{% if add_generation_prompt %}w92{% endif %}"""
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_talk_has_the_form_of_the_model(folder: Any, closes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's words come once, and an answer is closed once, by the model or for it."""
+    (folder / "chat_template.jinja").write_text(TALK)
+    chat = Chat(str(folder), device="cpu", budget=None, max_seqlen=60)
+    read: list[int] = []
+    plain, said = chat._decoder.prefill, [[4, 5, 93 if closes else 6], [7]]
+
+    def prefill(ids: Any) -> Any:
+        read.extend(ids)
+        return plain(ids)
+
+    monkeypatch.setattr(chat._decoder, "prefill", prefill)
+    monkeypatch.setattr(chat._decoder, "stream", lambda *_, **__: iter([[one] for one in said.pop(0)]))
+    for line in ("w1 w2", "w3"):
+        list(chat.answer(line, 5))
+    first = [90, 91, 1, 2, 93, 92]
+    unread = [] if closes else [6]  # 4 and 5 were read as they were made
+    assert read == [*first, *unread, 93, 91, 3, 93, 92]
 
 
 def test_a_talk_remembers_what_was_said(folder: Any) -> None:
@@ -109,7 +150,7 @@ def test_a_talk_remembers_what_was_said(folder: Any) -> None:
     assert [turn["you"] for turn in json.loads(written.read_text())["turns"]] == ["w5 w6 w7", "w8 w9"]
     first = greedy(5, 6, 7)
     answers = [first, greedy(5, 6, 7, *first, 8, 9)]
-    assert all("".join(f"w{token}" for token in answer) in found.stdout for answer in answers)
+    assert all(text_of(answer) in found.stdout for answer in answers)
     assert found.stdout.count("6 tokens") == 2
     assert "bits an element" in found.stdout
 
@@ -153,8 +194,10 @@ def test_characters_of_several_tokens_come_whole() -> None:
         def decode(self, tokens: list[int], **_: Any) -> str:
             return bytes(tokens).decode(errors="replace")
 
-    tokens = iter([[byte] for byte in "aé".encode()])
-    assert list(words(Bytes(), tokens)) == ["a", "é"]  # type: ignore[arg-type]
+    text = "aé" * 6  # of 18 tokens, more than are looked back at
+    for before in ("", "b", "ü", "üüüüüüüü"):
+        tokens = iter([[byte] for byte in text.encode()])
+        assert list(words(Bytes(), tokens, list(before.encode()))) == list(text)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -164,6 +207,8 @@ def test_characters_of_several_tokens_come_whole() -> None:
         (("check", "--layer", "first"), "number of a layer"),
         (("check", "--layer", "6"), "layers 0 to 5"),
         (("generate", "--model", "/nowhere", "--prompt", "a"), "no folder"),
+        (("generate", "--model", "nobody/has-it", "--prompt", "a"), "on this machine"),
+        (("check", "--model", "nobody/has-it"), "on this machine"),
     ],
 )
 def test_what_is_refused(arguments: tuple[str, ...], message: str) -> None:

@@ -241,14 +241,31 @@ def test_other_models_are_refused_by_name() -> None:
     gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=64, n_head=2, vocab_size=8))
     with pytest.raises(NotImplementedError, match="gpt2"):
         Decoder.from_pretrained(gpt2)
-    mistral = transformers.MistralForCausalLM(transformers.MistralConfig(**LLAMA, sliding_window=8))
-    with pytest.raises(NotImplementedError, match="sliding_window=8"):
-        Decoder.from_pretrained(mistral)
     large = llama()
     with torch.no_grad():
         large.lm_head.weight[0, 0] = 1e6
     with pytest.raises(ValueError, match="bfloat16"):
         Decoder.from_pretrained(large, dtype="float16")
+
+
+def test_a_sliding_window_is_read_as_a_whole_and_no_further() -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    model = transformers.MistralForCausalLM(transformers.MistralConfig(**LLAMA, sliding_window=8)).eval()
+    ids = np.arange(9) + 1
+    decoder = Decoder.from_pretrained(model)
+    got = decoder.prefill(ids[:8])[0]
+    with torch.no_grad():
+        want = model(torch.from_numpy(ids[None, :8])).logits[0, -1].numpy()
+        model.config.sliding_window = 3  # is seen
+        narrow = model(torch.from_numpy(ids[None, :8])).logits[0, -1].numpy()
+    size = np.abs(want).max()
+    assert np.abs(got - want).max() < 5e-3 * size < np.abs(narrow - want).max()
+    with pytest.raises(ValueError, match="max_seqlen=8: a row would have 9 tokens"):
+        decoder.step([1])
+    with pytest.raises(ValueError, match="max_seqlen=9"):
+        Decoder.from_pretrained(model, max_seqlen=9)
 
 
 def test_values_within_layers_are_those_behind_them() -> None:

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 
 import kvlab
 from kvlab.integrations import accelerate as module
-from tests.engine.models import FAMILIES, LLAMA, family, llama
+from tests.engine.models import FAMILIES, family, llama
 from tests.integrations.models import tokens as random_tokens
 
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -283,11 +283,6 @@ def gpt2() -> Any:
             gpt2,
             NotImplementedError,
             "model_type='gpt2' is not supported; gpt_neox, llama",
-        ),
-        (
-            lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**LLAMA, sliding_window=8)),
-            NotImplementedError,
-            "sliding_window=8",
         ),
     ],
 )  # fmt: skip

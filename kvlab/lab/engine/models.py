@@ -1,4 +1,4 @@
-"""Models for checks of the decode engine: of a folder, or of known sizes with random weights.
+"""Models for checks of the decode engine: of this machine, or of known sizes with random weights.
 
 Random weights are numbers of the engine's 16-bit type, so that engine and transformers have the same ones.
 They tell mistakes apart: norms and biases matter, one channel of the embedding is 30 times as large as the
@@ -7,7 +7,6 @@ others, and its mean is far from zero.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from kvlab.engine.geometry import PUBLISHED, Geometry, published
@@ -26,7 +25,8 @@ def load(name_or_path: str, dtype: str, layers: int | None, seed: int) -> Any:
     Parameters
     ----------
     name_or_path : str
-        A name of `kvlab.engine.geometry.PUBLISHED`, or the folder of a model.
+        A name of `kvlab.engine.geometry.PUBLISHED`, the folder of a model, or its name in the Hugging Face
+        cache of this machine.
     dtype : {"float16", "bfloat16"}
     layers : int, optional
         Of a random model: the first so many.
@@ -40,11 +40,13 @@ def load(name_or_path: str, dtype: str, layers: int | None, seed: int) -> Any:
     """
     if name_or_path in PUBLISHED:
         return random_model(*published(name_or_path), dtype=dtype, layers=layers, seed=seed)
-    if not Path(name_or_path).is_dir():
+    try:
+        return load_model(name_or_path, dtype).float()
+    except OSError as error:
         raise ValueError(
-            f"{name_or_path!r} is no folder of a model and none of the known sizes: {', '.join(PUBLISHED)}"
-        )
-    return load_model(name_or_path, dtype).float()
+            f"{name_or_path!r} is no folder of a model, nor the name of one on this machine (nothing is "
+            f"downloaded), and none of the known sizes: {', '.join(PUBLISHED)}"
+        ) from error
 
 
 def random_model(

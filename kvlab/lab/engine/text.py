@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvlab.engine import Decoder
@@ -15,16 +14,19 @@ from kvlab.sizes import format_size
 
 __all__ = ["Chat", "continue_text", "words"]
 
+_KNOWN = 8  # tokens in front of one that can change its text
+_ANSWER = "\u2063"  # stands for an answer where the form of a talk is asked for
+
 
 def continue_text(
     folder: str, prompt: str, max_new_tokens: int, *, device: str, budget: str | None, **sampling: Any
 ) -> Iterator[str]:
-    """Continue a text with the model of a folder, until its end token; parts of the text as they come.
+    """Continue a text with a model, until an end token; parts of the text as they come.
 
     Raises
     ------
     ValueError
-        If `folder` is none, or the prompt is empty.
+        If `folder` is none, nor the name of a model on this machine, or the prompt is empty.
     """
     tokenizer = _tokenizer(folder)
     ids = tokenizer(prompt)["input_ids"]
@@ -34,7 +36,8 @@ def continue_text(
         folder, device=device, cache_budget=_budget(budget), max_seqlen=len(ids) + max_new_tokens
     )
     decoder.prefill(ids)
-    return words(tokenizer, decoder.stream(max_new_tokens, stop=_ends(tokenizer), **sampling))
+    stream = decoder.stream(max_new_tokens, stop=_ends(folder, tokenizer), **sampling)
+    return words(tokenizer, stream, ids)
 
 
 class Letters:
@@ -42,15 +45,13 @@ class Letters:
 
     eos_token_id = None
 
-    def __call__(self, text: str) -> dict[str, list[int]]:
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
         """Tokens of a text."""
         return {"input_ids": list(text.encode())}
 
     def decode(self, tokens: list[int], **_: Any) -> str:
         """Text of tokens."""
-        if all(token < 128 and chr(token).isprintable() for token in tokens):
-            return "".join(map(chr, tokens))
-        return "".join(f"<{token}>" for token in tokens)
+        return "".join(chr(one) if one < 128 and chr(one).isprintable() else f"<{one}>" for one in tokens)
 
 
 class Chat:
@@ -59,7 +60,8 @@ class Chat:
     Parameters
     ----------
     model : str
-        The folder of a model, or a known size with random weights, whose answers are numbers.
+        The folder of a model, or its name in the Hugging Face cache of this machine; or a known size with
+        random weights, whose answers are numbers.
     device : str
     budget : str, optional
         Of the cache.
@@ -70,6 +72,7 @@ class Chat:
     def __init__(self, model: str, *, device: str, budget: str | None, max_seqlen: int) -> None:
         is_known = model in PUBLISHED
         self._tokenizer: Any = Letters() if is_known else _tokenizer(model)
+        self._ends = [] if is_known else _ends(model, self._tokenizer)
         make = Decoder.from_config if is_known else Decoder.from_pretrained
         self._decoder = make(model, device=device, cache_budget=_budget(budget), max_seqlen=max_seqlen)
         self._unread: list[int] = []
@@ -83,7 +86,7 @@ class Chat:
         ValueError
             If the talk would be longer than it may be.
         """
-        ids = self._unread + self._turn(line)
+        ids = self._turn(line)
         room = self._decoder.max_seqlen - int(self._decoder.lengths[0]) - len(ids)
         if room < 1:
             raise ValueError(
@@ -94,13 +97,13 @@ class Chat:
         begin = time.perf_counter()
 
         def tokens() -> Iterator[list[int | None]]:
-            stream = self._decoder.stream(min(max_new_tokens, room), stop=_ends(self._tokenizer), **sampling)
+            stream = self._decoder.stream(min(max_new_tokens, room), stop=self._ends, **sampling)
             for token, *_ in stream:
                 said.append(int(token or 0))
                 self._count, self._seconds = len(said), time.perf_counter() - begin
                 yield [token]
 
-        yield from words(self._tokenizer, tokens())
+        yield from words(self._tokenizer, tokens(), ids)
         self._unread = said[-1:]  # the last token of a stream has not been read
 
     def summary(self) -> str:
@@ -112,12 +115,20 @@ class Chat:
         return f"{speed}; cache {format_size(cache.nbytes)}, {cache.bits_per_element:.2f} bits an element"
 
     def _turn(self, line: str) -> list[int]:
-        """The tokens of a line, in the model's form of a talk if it has one."""
+        """The tokens of a line, in the model's form of a talk if it has one, behind those not read yet."""
+        begins = not self._decoder.lengths[0]
         if not getattr(self._tokenizer, "chat_template", None):
-            return list(self._tokenizer(line)["input_ids"])
-        turn = [{"role": "user", "content": line}]
-        text: str = self._tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+            return self._unread + list(self._tokenizer(line, add_special_tokens=begins)["input_ids"])
+        turn = {"role": "user", "content": line}
+        before = (
+            [] if begins else [{"role": "user", "content": ""}, {"role": "assistant", "content": _ANSWER}]
+        )
+        text: str = self._tokenizer.apply_chat_template(
+            [*before, turn], add_generation_prompt=True, tokenize=False
+        )
+        text = text.rpartition(_ANSWER)[2]  # what closes an answer, then the line; the first turn as a whole
+        ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return ids if ids[:1] == self._unread else self._unread + ids  # the model may have closed its answer
 
 
 def _budget(text: str | None) -> float | str | None:
@@ -126,32 +137,50 @@ def _budget(text: str | None) -> float | str | None:
     return float(text or 0) if is_fraction else text
 
 
-def _tokenizer(folder: str) -> Any:
+def _tokenizer(name: str) -> Any:
     with needs_extra("hf", "text from a model"):
         from transformers import AutoTokenizer
-    if not Path(folder).is_dir():
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(name, local_files_only=True)
+    except (OSError, ValueError) as error:
         raise ValueError(
-            f"{folder!r} is no folder of a model with its tokenizer; known sizes, for kvlab chat alone, are "
-            f"{', '.join(PUBLISHED)}"
-        )
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            f"{name!r} is no folder of a model with its tokenizer, nor the name of one on this machine "
+            f"(nothing is downloaded); known sizes, for kvlab chat alone, are {', '.join(PUBLISHED)}"
+        ) from error
     return tokenizer
 
 
-def _ends(tokenizer: Any) -> list[int]:
-    return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+def _ends(name: str, tokenizer: Any) -> list[int]:
+    """Tokens that end an answer: the tokenizer's, and those that the model's settings name."""
+    from transformers import GenerationConfig
+
+    try:
+        found = GenerationConfig.from_pretrained(name, local_files_only=True).eos_token_id
+    except OSError:  # it has none
+        found = None
+    named = found if isinstance(found, list) else [found]
+    return sorted({one for one in (*named, tokenizer.eos_token_id) if one is not None})
 
 
-def words(tokenizer: Any, tokens: Iterator[list[int | None]]) -> Iterator[str]:
-    """Text of the first row of a stream, in parts that end where a character does."""
-    pending: list[int] = []
+def words(tokenizer: Any, tokens: Iterator[list[int | None]], before: Sequence[int] = ()) -> Iterator[str]:
+    """Text of the first row of a stream, in parts that end where a character does.
+
+    Whether a token begins with a space can depend on those in front of it; `before` is what the stream
+    follows.
+    """
+
+    def text_of(ids: list[int]) -> str:
+        text: str = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    known, pending = list(before[-_KNOWN:]), list[int]()
     for token, *_ in tokens:
         if token is None:
             return
         pending.append(token)
-        text = tokenizer.decode(pending, skip_special_tokens=True)
+        text = text_of(known + pending)[len(text_of(known)) :]
         if not text.endswith("\ufffd"):  # within a character of several tokens
             yield text
-            pending = []
+            known, pending = (known + pending)[-_KNOWN:], []
     if pending:
-        yield tokenizer.decode(pending, skip_special_tokens=True)
+        yield text_of(known + pending)[len(text_of(known)) :]
