@@ -15,13 +15,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any
+from itertools import groupby, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 __all__ = [
     "ALIGNMENT",
+    "BLOCK_WIDTHS",
     "DECODED",
     "NO_PAGE",
     "PAGE_TABLE_BYTES",
@@ -31,17 +33,28 @@ __all__ = [
     "WIDTHS",
     "LayerPages",
     "PageLayout",
+    "Profile",
+    "Run",
+    "Width",
     "decode_importance",
     "encode_importance",
     "new_pool",
     "prepared_frames",
     "read_tokens",
     "side_formats",
+    "width_number",
     "write_tokens",
 ]
 
 WIDTHS = (2, 3, 4, 8, 16)
 """Bits of an element; 16 is the cache's own dtype, unchanged."""
+
+BLOCK_WIDTHS = (0, 2, 4, 8)
+"""Bits of an element of a block of channels of K, in a profile: four widths, none above the one before."""
+
+Profile = tuple[int, ...]
+Width = int | Profile
+"""Of a side of a page: bits of every element, or of K a profile (page format version 3)."""
 
 TOKENS_PER_PAGE = 16
 
@@ -65,6 +78,45 @@ Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
 
+class Run(NamedTuple):
+    """Codes of neighbouring channels that have one width."""
+
+    bits: int
+    first: int
+    """The first channel; where keys are kept in blocks, in their order."""
+    channels: int
+    word: int
+    """Where their words begin in the codes of the side: words of 32 lanes, 128 bytes."""
+
+
+def width_number(width: Width) -> int:
+    """Return a width as kernels take it: a profile by its digits, hexadecimal.
+
+    Examples
+    --------
+    >>> width_number(4), hex(width_number((8, 4, 2, 2)))
+    (4, '0x8422')
+    """
+    return width if isinstance(width, int) else int("".join(map(str, width)), 16)
+
+
+def _check_profile(profile: Profile, head_dim: int) -> None:
+    name = "k" + "".join(map(str, profile))
+    if len(profile) != 4 or any(width not in BLOCK_WIDTHS for width in profile) or not any(profile):
+        raise ValueError(
+            f"bits_k: profile {profile} must have four widths from {BLOCK_WIDTHS}, the first not 0"
+        )
+    if any(low > high for high, low in pairwise(profile)):
+        raise ValueError(
+            f"bits_k: widths of profile {name} must not increase: blocks of most energy come first"
+        )
+    if head_dim % 64:
+        raise ValueError(
+            f"bits_k: profile {name} needs a head_dim that is a multiple of 64, got {head_dim}; name widths "
+            f"instead, such as 4"
+        )
+
+
 @dataclass(frozen=True)
 class PageLayout:
     """Where the parts of a page's record begin.
@@ -72,9 +124,9 @@ class PageLayout:
     Parameters
     ----------
     head_dim : int
-        A multiple of 16 from 16 to 256.
+        A multiple of 16 from 16 to 256; of 64 where `bits_k` is a profile.
     bits_k, bits_v : int
-        2, 3, 4, 8 or 16.
+        2, 3, 4, 8 or 16; `bits_k` may be a profile, as (8, 4, 2, 0): widths of the four blocks of channels.
     itemsize : int
         Bytes of an element of the cache's dtype, 2 or 4: what width 16 stores.
 
@@ -93,16 +145,19 @@ class PageLayout:
     """
 
     head_dim: int
-    bits_k: int
+    bits_k: Width
     bits_v: int
     itemsize: int
 
     def __post_init__(self) -> None:
         if self.head_dim not in range(16, 257, 16):
             raise ValueError(f"head_dim must be a multiple of 16 from 16 to 256, got {self.head_dim}")
-        for name in ("bits_k", "bits_v"):
-            if getattr(self, name) not in WIDTHS:
-                raise ValueError(f"{name} must be one of {WIDTHS}, got {getattr(self, name)}")
+        if isinstance(self.bits_k, tuple):
+            _check_profile(self.bits_k, self.head_dim)
+        elif self.bits_k not in WIDTHS:
+            raise ValueError(f"bits_k must be one of {WIDTHS} or a profile, got {self.bits_k}")
+        if self.bits_v not in WIDTHS:
+            raise ValueError(f"bits_v must be one of {WIDTHS}, got {self.bits_v}")
         if self.itemsize not in (2, 4):
             raise ValueError(f"itemsize must be 2 or 4 bytes, got {self.itemsize}")
 
@@ -110,11 +165,47 @@ class PageLayout:
         """Return the bits an element takes: `width`, or 32 for width 16 of a float32 cache."""
         return 8 * self.itemsize if width == 16 else width
 
-    def code_bytes(self, width: int) -> int:
+    def code_bytes(self, width: Width) -> int:
         """Return the bytes of the codes of a side of this width: words of 4 bytes, each of 32 lanes."""
-        tiles, bits = self.head_dim // 16, self.stored_bits(width)
-        words = {2: (tiles + 1) // 2, 3: tiles // 4 * 3 + tiles % 4}.get(bits, tiles * bits // 4)
-        return 128 * words
+        return sum(128 * self._words(run) for run in self.runs(width))
+
+    def runs(self, width: Width) -> list[Run]:
+        """Return what codes a side of this width has: one run, or those of a profile."""
+        if isinstance(width, int):
+            return [Run(self.stored_bits(width), 0, self.head_dim, 0)]
+        runs, first, word = [], 0, 0
+        for bits, blocks in groupby(width):
+            channels = len(list(blocks)) * self.head_dim // len(width)
+            if bits:
+                runs.append(Run(bits, first, channels, word))
+                word += self._words(runs[-1])
+            first += channels
+        return runs
+
+    @staticmethod
+    def _words(run: Run) -> int:
+        tiles, bits = run.channels // 16, run.bits
+        return {2: (tiles + 1) // 2, 3: tiles // 4 * 3 + tiles % 4}.get(bits, tiles * bits // 4)
+
+    @property
+    def blocks(self) -> Profile:
+        """Widths of K in each quarter of the channels."""
+        return self.bits_k if isinstance(self.bits_k, tuple) else (self.bits_k,) * 4
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether keys are kept in blocks of channels."""
+        return isinstance(self.bits_k, tuple)
+
+    @property
+    def k_coded(self) -> bool:
+        """Whether keys are packed, below width 16."""
+        return self.bits_k != 16
+
+    @property
+    def v_coded(self) -> bool:
+        """Whether values are packed, below width 16."""
+        return self.bits_v != 16
 
     @property
     def k_codes(self) -> int:
@@ -129,7 +220,7 @@ class PageLayout:
     @cached_property
     def v_codes(self) -> int:
         """Byte offset of the codes of V."""
-        return self.k_steps + (TOKENS_PER_PAGE if self.bits_k < 16 else 0)
+        return self.k_steps + TOKENS_PER_PAGE * self.k_coded
 
     @cached_property
     def v_steps(self) -> int:
@@ -139,7 +230,7 @@ class PageLayout:
     @cached_property
     def positions(self) -> int:
         """Byte offset of the positions."""
-        return self.v_steps + (TOKENS_PER_PAGE if self.bits_v < 16 else 0)
+        return self.v_steps + TOKENS_PER_PAGE * self.v_coded
 
     @cached_property
     def importance(self) -> int:
@@ -215,10 +306,16 @@ def side_formats(layout: PageLayout, dtype: str) -> tuple[tuple[Any, NDArray[np.
         ("k", layout.bits_k, layout.k_codes, layout.k_steps),
         ("v", layout.bits_v, layout.v_codes, layout.v_steps),
     ):
-        bits = layout.stored_bits(width)
-        guess = _GUESS.get(width, np.float32(0))
-        numbers = Side(layout.nbytes, codes, steps, bits, kind, guess)
-        sides.append((numbers, first_bits(bits, layout.head_dim, side)))
+        if isinstance(width, tuple):
+            bits, guess = width_number(width), np.float32(0)
+        else:
+            bits, guess = layout.stored_bits(width), _GUESS.get(width, np.float32(0))
+        places = np.zeros((TOKENS_PER_PAGE, layout.head_dim), np.int32)
+        for run in layout.runs(width):
+            own = places[:, run.first : run.first + run.channels]
+            own[...] = first_bits(run.bits, run.channels, side)
+            own[...] += np.where(own < 0, -1, 1) * 1024 * run.word
+        sides.append((Side(layout.nbytes, codes, steps, bits, kind, guess), places))
     return tuple(sides)
 
 
@@ -260,13 +357,27 @@ def _in_threads(
     return parallel(*arguments, threads)
 
 
-def prepared_frames(k_mean: NDArray[np.float16], k_shift: NDArray[np.uint8]) -> Any:
-    """Return frames of keys, (..., head_dim), as kernels take them: a `steps.Frames` of the CPU's."""
+def prepared_frames(
+    k_mean: NDArray[np.float16],
+    k_shift: NDArray[np.uint8],
+    exponent: NDArray[np.int8] | None = None,
+    k_order: NDArray[np.uint8] | None = None,
+    k_gain: NDArray[np.float32] | None = None,
+) -> Any:
+    """Return frames of keys, (..., head_dim), as kernels take them: a `steps.Frames` of the CPU's.
+
+    Without `k_order` and `k_gain` keys are not kept in blocks.
+    """
     from kvlab.numba_kernels.cpu.steps import Frames, prepare_frames
 
     mean = k_mean.astype(np.float32, order="C").reshape(-1, k_mean.shape[-1])
     sums, most, powers = np.empty(mean.size, np.float32), np.empty(len(mean), np.float32), np.empty_like(mean)
-    frames = Frames(sums, most, powers.reshape(-1), np.empty(len(mean), np.bool_))
+    down = np.ones((len(mean), 2), np.float32)
+    if exponent is not None:
+        down[...] = np.ldexp(down, -exponent.reshape(-1, 2).astype(np.int32))
+    order = np.empty(0, np.uint8) if k_order is None else np.ascontiguousarray(k_order).reshape(-1)
+    gain = np.empty(0, np.float32) if k_gain is None else np.ascontiguousarray(k_gain).reshape(-1)
+    frames = Frames(sums, most, powers.reshape(-1), np.empty(len(mean), np.bool_), down, order, gain)
     prepare_frames(mean, np.ascontiguousarray(k_shift).reshape(mean.shape), frames)
     return frames
 
@@ -294,8 +405,8 @@ def write_tokens(
     page, slot : integers, (n,)
         Where token i goes.
     k, v : float32, (n, head_dim)
-        Rotated (`rotate_keys`, `rotate_values` of `kvlab.reference.pages`) where that side's width is below
-        16, raw where it is 16.
+        Rotated (`rotate_keys`, `rotate_values` of `kvlab.reference.pages`, `rotate_in_blocks` of
+        `kvlab.reference.blocks`) where that side's width is below 16, raw where it is 16.
     steps : int16, (2, n), optional
         Of keys and of values: the step byte of one that was read from codes of this width, which stay as they
         are; DECODED of one that was read from codes of another width; RAW of others, and if it is left out.
@@ -387,8 +498,13 @@ class LayerPages:
     dtype : {"float16", "bfloat16", "float32"}
         Of the cache.
     k_shift : uint8, (batch, num_heads_kv, head_dim), optional
-        With `k_mean` the frame of keys: below width 16 they are stored as H((k - k_mean) / 2**k_shift).
-        Zeros if left out.
+        With `k_mean` the frame of keys: below width 16 they are stored as
+        H((k / 2**exponent - k_mean) / 2**k_shift). Zeros if left out.
+    exponent : int8, (batch, num_heads_kv, 2), optional
+        Packed keys, and packed values, are divided by 2 to that. Zeros if left out.
+    k_order : uint8, (batch, num_heads_kv, head_dim), k_gain : float32, (batch, num_heads_kv, 4)
+        Where K has profiles: the channel at each place, and what blocks are multiplied by. Channels as they
+        are and ones if left out.
 
     Raises
     ------
@@ -406,6 +522,9 @@ class LayerPages:
     k_mean: NDArray[np.float16]
     dtype: str
     k_shift: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
+    exponent: NDArray[np.int8] = field(default_factory=lambda: np.zeros(0, np.int8))
+    k_order: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
+    k_gain: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
 
     def __post_init__(self) -> None:
         if self.dtype not in _ITEMSIZE:
@@ -434,13 +553,20 @@ class LayerPages:
             if table.dtype != dtype or table.shape != shape:
                 raise ValueError(f"{name} must be {dtype} {shape}, got {table.dtype} {table.shape}")
 
-        frame = (*self.num_pages.shape, self.head_dim)
-        if not self.k_shift.size:
-            object.__setattr__(self, "k_shift", np.zeros(frame, np.uint8))
-        for name, dtype in (("k_mean", "float16"), ("k_shift", "uint8")):
-            of_frame = getattr(self, name)
-            if of_frame.dtype != dtype or of_frame.shape != frame:
-                raise ValueError(f"{name} must be {dtype} {frame}, got {of_frame.dtype} {of_frame.shape}")
+        pairs = self.num_pages.shape
+        frame: dict[str, tuple[Any, ...]] = {
+            "k_mean": ("float16", (self.head_dim,), None),
+            "k_shift": ("uint8", (self.head_dim,), 0),
+            "exponent": ("int8", (2,), 0),
+            "k_order": ("uint8", (self.head_dim,), np.arange(self.head_dim)),
+            "k_gain": ("float32", (4,), 1),
+        }
+        for name, (dtype, own, usual) in frame.items():
+            if usual is not None and not getattr(self, name).size:
+                object.__setattr__(self, name, np.full((*pairs, *own), usual, dtype))
+            of_frame, shape = getattr(self, name), (*pairs, *own)
+            if of_frame.dtype != dtype or of_frame.shape != shape:
+                raise ValueError(f"{name} must be {dtype} {shape}, got {of_frame.dtype} {of_frame.shape}")
 
     @property
     def head_dim(self) -> int:

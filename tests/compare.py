@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvlab.reference import attention as reference
-from kvlab.reference.packed import hadamard_matrix
+from kvlab.reference.codec import hadamard_matrix
 
 Array = NDArray[Any]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.reference.packed import hadamard_matrix
+from kvlab.reference.codec import hadamard_matrix
 from kvlab.reference.pages import STEPS, encode, grid_values, rotate
 
 Floats = NDArray[np.float64]

@@ -30,6 +30,7 @@ This product is exact, not rounded: a fused operation on a GPU, or float64, find
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ __all__ = [
     "dequantize",
     "hadamard",
     "hadamard_block",
+    "hadamard_matrix",
     "half_levels",
     "quantize",
     "saturate",
@@ -79,6 +81,27 @@ def hadamard_block(n: int) -> int:
     if n < 1:
         raise ValueError(f"n must be a positive length, got {n}")
     return n & -n
+
+
+@lru_cache(maxsize=16)
+def hadamard_matrix(n: int) -> NDArray[np.float64]:
+    """Return the orthonormal block Hadamard matrix of `hadamard`, (n, n), read-only.
+
+    Examples
+    --------
+    >>> hadamard_matrix(4) * 2
+    array([[ 1.,  1.,  1.,  1.],
+           [ 1., -1.,  1., -1.],
+           [ 1.,  1., -1., -1.],
+           [ 1., -1., -1.,  1.]])
+    """
+    block = hadamard_block(n)
+    matrix = np.ones((1, 1))
+    while len(matrix) < block:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    whole = np.kron(np.eye(n // block), matrix / np.sqrt(block))
+    whole.setflags(write=False)
+    return whole
 
 
 def hadamard(x: Float32) -> Float32:

@@ -4,23 +4,24 @@ A page table says, for every (row, KV head), which pages hold its tokens (`kvlab
 Stored tokens are all older than the queries, so every query sees every token that its window reaches back
 to, and their order does not matter. Keys below width 16 are stored as H((k - k_mean) / 2**k_shift), values as
 H v, where H is the orthonormal block Hadamard matrix, its own inverse; k_mean and k_shift are vectors of the
-(row, KV head), the frame of its keys.
+(row, KV head), the frame of its keys. Both are divided by powers of 2 before (`exponent`); keys in blocks are
+those of `kvlab.reference.blocks`.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvlab.reference.attention import attend_rows, softmax_rows
-from kvlab.reference.codec import hadamard_block
-from kvlab.reference.pages import TOKENS_PER_PAGE, decode_page, value_signs
+from kvlab.reference.blocks import KeyFrame, query_in_blocks
+from kvlab.reference.codec import hadamard_matrix
+from kvlab.reference.pages import TOKENS_PER_PAGE, value_signs
+from kvlab.reference.records import decode_page
 
 __all__ = [
-    "hadamard_matrix",
     "mass_from_scores",
     "packed_attention",
     "scores_of_bytes",
@@ -31,27 +32,6 @@ __all__ = [
 Float64 = NDArray[np.float64]
 
 _QUAD = 4  # entries of a page table, all of one rung
-
-
-@lru_cache(maxsize=16)
-def hadamard_matrix(n: int) -> Float64:
-    """Return the orthonormal block Hadamard matrix of `kvlab.reference.codec.hadamard`, (n, n), read-only.
-
-    Examples
-    --------
-    >>> hadamard_matrix(4) * 2
-    array([[ 1.,  1.,  1.,  1.],
-           [ 1., -1.,  1., -1.],
-           [ 1.,  1., -1., -1.],
-           [ 1., -1., -1.,  1.]])
-    """
-    block = hadamard_block(n)
-    matrix = np.ones((1, 1))
-    while len(matrix) < block:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    whole = np.kron(np.eye(n // block), matrix / np.sqrt(block))
-    whole.setflags(write=False)
-    return whole
 
 
 def stored_tokens(pages: Any, row: int, head: int) -> list[tuple[Float64, Float64]]:
@@ -71,13 +51,27 @@ def stored_tokens(pages: Any, row: int, head: int) -> list[tuple[Float64, Float6
             page = decode_page(record, layout.head_dim, layout.bits_k, layout.bits_v, pages.dtype)
         k, v = page.k[:count].astype(np.float64), page.v[:count].astype(np.float64)
         rotation = hadamard_matrix(layout.head_dim)
-        if layout.bits_k < 16:
-            scale = np.exp2(pages.k_shift[row, head].astype(np.float64))
-            k = k @ rotation * scale + pages.k_mean[row, head].astype(np.float64)
-        if layout.bits_v < 16:
-            v = v @ rotation * value_signs(layout.head_dim)
+        exponent_k, exponent_v = pages.exponent[row, head].astype(int)
+        if layout.k_coded:
+            if layout.in_blocks:
+                k = k @ _element_channels(pages, row, head)
+            else:
+                k = k @ rotation * np.exp2(pages.k_shift[row, head].astype(np.float64))
+            k = np.ldexp(k + pages.k_mean[row, head].astype(np.float64), exponent_k)
+        if layout.v_coded:
+            v = np.ldexp(v @ rotation * value_signs(layout.head_dim), exponent_v)
         tokens.append((k, v))
     return tokens
+
+
+def _element_channels(pages: Any, row: int, head: int) -> Float64:
+    """Return what elements of keys in blocks are multiplied by to be keys less their mean."""
+    mean, shift, order, gain = (
+        x[row, head] for x in (pages.k_mean, pages.k_shift, pages.k_order, pages.k_gain)
+    )
+    frame = KeyFrame(mean, shift, 0, order, gain)
+    query, _ = query_in_blocks(np.eye(len(order)), frame)
+    return query.T
 
 
 def stored_positions(pages: Any, row: int, head: int) -> NDArray[np.int64]:

@@ -34,7 +34,7 @@ bits, where d / 16 is odd, and the last d / 16 % 4 tiles at 3 bits: unused bits 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,13 +47,10 @@ __all__ = [
     "GUESS",
     "STEPS",
     "TOKENS_PER_PAGE",
-    "Page",
     "bit_address",
     "code_words",
     "compared_channels",
-    "decode_page",
     "encode",
-    "encode_page",
     "grid_codes",
     "grid_values",
     "guess_step",
@@ -61,6 +58,7 @@ __all__ = [
     "narrow",
     "rotate",
     "rotate_keys",
+    "rotate_sums",
     "rotate_values",
     "search_step",
     "value_signs",
@@ -82,11 +80,11 @@ anyway, and the less the largest element says.
 STEPS = (np.arange(256, dtype=np.uint16) << 7).view(np.float16).astype(np.float32)
 """The step that each byte stands for; 0xF8 to 0xFF are infinite or NaN and only 0xFF is ever written."""
 
-_NAN_STEP = 0xFF
+NAN_STEP = 0xFF
 _LEAST_EXPONENT = -39  # of the unit of `rotate`: what is 2**-40 and less counts as 0
 _TOO_LARGE = np.float32(2**100)  # counts as infinite, so that no power of 2 in `rotate` is beyond float32
 _ROOT_2 = np.float32(np.float16(np.sqrt(2)))
-_CODE_PARTS = {2: 6, 3: 5, 4: 4, 8: 4}  # log2 of the parts of a step in which elements count, or less
+CODE_PARTS = {2: 6, 3: 5, 4: 4, 8: 4}  # log2 of the parts of a step in which elements count, or less
 
 
 def code_words(bits: int, head_dim: int) -> int:
@@ -174,13 +172,13 @@ def _exponent(x: NDArray[np.float32]) -> NDArray[np.int32]:
     return exponent
 
 
-def _times_power(x: NDArray[np.float32], exponent: NDArray[np.int32]) -> NDArray[np.float32]:
+def times_power(x: NDArray[np.float32], exponent: NDArray[np.int32]) -> NDArray[np.float32]:
     """Multiply vectors (n, d) by 2**exponent, (n,): exact but for what is too small or too large."""
     scaled: NDArray[np.float32] = np.ldexp(x, exponent[:, None])
     return scaled
 
 
-def _to_units(x: NDArray[np.float32]) -> NDArray[np.float32]:
+def to_units(x: NDArray[np.float32]) -> NDArray[np.float32]:
     """Round to whole numbers, half to even, and those from 2048 on to 11 significant bits.
 
     This is a rounding to float16 where the unit is 2**-24, that of its subnormal numbers.
@@ -189,16 +187,17 @@ def _to_units(x: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _whole(
-    x: NDArray[np.float32], largest: NDArray[np.float32]
+    x: NDArray[np.float32], largest: NDArray[np.float32], blocks: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
-    """Transform vectors in whole numbers: sums, and the exponent of their unit.
+    """Transform each block of vectors in whole numbers: sums, and the exponent of their unit.
 
     A unit is such that `largest` has 24 bits less those of the order of the transform, so that no sum is
     more than 2**24.
     """
-    log = hadamard_block(x.shape[-1]).bit_length() - 1
+    log = hadamard_block(x.shape[-1] // blocks).bit_length() - 1
     exponent = np.maximum(_exponent(largest) - (23 - log), _LEAST_EXPONENT)
-    return butterflies(np.rint(_times_power(x, -exponent))), exponent
+    whole = np.rint(times_power(x, -exponent))
+    return butterflies(whole.reshape(len(x), blocks, -1)).reshape(x.shape), exponent
 
 
 def rotate(x: NDArray[np.float32], mean: NDArray[Any] | None = None) -> NDArray[np.float32]:
@@ -231,6 +230,12 @@ def rotate(x: NDArray[np.float32], mean: NDArray[Any] | None = None) -> NDArray[
     array([[1., 1., 1., 1.]], dtype=float32)
     """
     log = hadamard_block(x.shape[1]).bit_length() - 1
+    return rotate_sums(x, mean, 1) * (_ROOT_2 if log % 2 else np.float32(1))
+
+
+def rotate_sums(x: NDArray[np.float32], mean: NDArray[Any] | None, blocks: int) -> NDArray[np.float32]:
+    """Do what `rotate` does within each of `blocks` blocks, but for the square root of 2: 11 bits, exact."""
+    log = hadamard_block(x.shape[1] // blocks).bit_length() - 1
     with np.errstate(invalid="ignore"):
         largest = np.abs(x).max(axis=1)
         fine = largest < _TOO_LARGE  # NaN is not, and the largest of a vector with NaN is NaN
@@ -238,21 +243,26 @@ def rotate(x: NDArray[np.float32], mean: NDArray[Any] | None = None) -> NDArray[
     offset = None if mean is None else np.broadcast_to(mean.astype(np.float32), x.shape)
     if offset is not None:
         most = np.abs(offset).max(axis=1)
-        sums, exponent = _whole(x, np.maximum(largest, most))
-        of_mean, its_exponent = _whole(offset, most)
-        sums = sums - _times_power(of_mean, its_exponent - exponent)  # rounded once, to float32
+        sums, exponent = _whole(x, np.maximum(largest, most), blocks)
+        of_mean, its_exponent = _whole(offset, most, blocks)
+        sums = sums - times_power(of_mean, its_exponent - exponent)  # rounded once, to float32
     else:
-        sums, exponent = _whole(x, largest)
-    factor = _ROOT_2 if log % 2 else np.float32(1)
-    rotated = _times_power(_to_units(sums / np.float32(4)) * factor, exponent + 2 - (log + 1) // 2)
+        sums, exponent = _whole(x, largest, blocks)
+    rotated = times_power(to_units(sums / np.float32(4)), exponent + 2 - (log + 1) // 2)
     rotated[~fine] = np.nan
     return rotated
 
 
 def rotate_keys(
-    k: NDArray[np.float32], mean: NDArray[np.float16], shift: NDArray[np.uint8], dtype: str
+    k: NDArray[np.float32],
+    mean: NDArray[np.float16],
+    shift: NDArray[np.uint8],
+    dtype: str,
+    exponent: int = 0,
 ) -> NDArray[np.float32]:
     """Rotate keys (n, head_dim) in their frame: divided by 2**shift, in the cache's dtype, and less the mean.
+
+    Before that, they are divided by 2**exponent, too.
 
     Examples
     --------
@@ -263,7 +273,7 @@ def rotate_keys(
     power = np.ldexp(np.float32(1), -shift.astype(np.int32))
     with np.errstate(invalid="ignore"):
         scaled = widen(narrow(k * power, dtype), dtype)
-    return rotate(scaled, mean.astype(np.float32) * power)
+    return rotate(np.ldexp(scaled, -exponent), mean.astype(np.float32) * power)
 
 
 def value_signs(head_dim: int) -> NDArray[np.float32]:
@@ -288,8 +298,8 @@ def value_signs(head_dim: int) -> NDArray[np.float32]:
     return signs
 
 
-def rotate_values(v: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Rotate values (n, head_dim) as pages keep them: with their signs.
+def rotate_values(v: NDArray[np.float32], exponent: int = 0) -> NDArray[np.float32]:
+    """Rotate values (n, head_dim) as pages keep them: with their signs, and divided by 2**exponent.
 
     Examples
     --------
@@ -297,7 +307,7 @@ def rotate_values(v: NDArray[np.float32]) -> NDArray[np.float32]:
     array([ 1.,  1.,  1., -1.,  1.,  1.,  1., -1.,  1.,  1.,  1., -1., -1.,
            -1., -1.,  1.], dtype=float32)
     """
-    return rotate(v * value_signs(v.shape[1]))
+    return rotate(np.ldexp(v * value_signs(v.shape[1]), -exponent))
 
 
 def grid_codes(x: NDArray[np.float32], step: NDArray[np.float32], bits: int) -> NDArray[np.float32]:
@@ -316,16 +326,16 @@ def guess_step(
 ) -> NDArray[np.float32]:
     """Return where the search for the step of each vector begins; no vector may be zero or not finite.
 
-    Every operation is one of float32, rounded once, but for sums over channels: those are of `_sizes` of
+    Every operation is one of float32, rounded once, but for sums over channels: those are of `sizes_of` of
     `compared_channels`, and so exact in any order. The largest element is added once more, so that there is
     something to go by if these channels are zero.
     """
-    unit = _exponent_above(x) - 7
+    unit = exponent_above(np.abs(x).max(axis=1)) - 7
     guess = largest = np.ldexp(np.abs(x).max(axis=1), -unit)
     part: Any = GUESS[bits]
     if bits in (2, 3):
         part = np.where(decoded, part * np.float32(17 / 16), part)
-        sizes = _sizes(x[:, : compared_channels(x.shape[1])], unit)
+        sizes = sizes_of(x[:, : compared_channels(x.shape[1])], unit)
         squares = np.square(sizes).sum(axis=1) + largest * largest
         guess = squares / (sizes.sum(axis=1) + largest)
         if bits == 3:
@@ -334,14 +344,14 @@ def guess_step(
     return guesses
 
 
-def _exponent_above(x: NDArray[np.float32]) -> NDArray[np.int32]:
-    """Return the exponent of the largest element of each vector and 2**-7 of it, for `_sizes`."""
-    return _exponent(np.abs(x).max(axis=1) * np.float32(0.5 + 2**-8)) + 1  # half: it may be the highest
+def exponent_above(largest: NDArray[np.float32]) -> NDArray[np.int32]:
+    """Return the exponent of the largest elements of vectors and 2**-7 of them, for `sizes_of`."""
+    return _exponent(largest * np.float32(0.5 + 2**-8)) + 1  # half: it may be the highest
 
 
-def _sizes(x: NDArray[np.float32], unit: NDArray[np.int32]) -> NDArray[np.float32]:
+def sizes_of(x: NDArray[np.float32], unit: NDArray[np.int32]) -> NDArray[np.float32]:
     """Return the sizes of elements in units of 2**unit, (n,), as whole numbers."""
-    return np.rint(np.abs(_times_power(x, -unit)))
+    return np.rint(np.abs(times_power(x, -unit)))
 
 
 def compared_channels(head_dim: int) -> int:
@@ -365,9 +375,9 @@ def search_step(x: NDArray[np.float32], bits: int, decoded: NDArray[np.bool_] | 
 
     At 8 bits the guess, rounded up. Below, the bytes next to the guess, under and above it; at 2 and 3 bits
     then the next one on the side of the lesser error; or the nearest byte, where `is_searched` says so.
-    Errors are sums of squares of `_sizes` of `compared_channels`, whole numbers below 256; steps are rounded
-    down to whole ones, of which half a grid does not exceed 255. Of equal errors the lower byte counts, or
-    the earlier one. A guess below half of the least step gives 0; the byte below is 3 at least. As
+    Errors are sums of squares of `sizes_of` of `compared_channels`, whole numbers below 256; steps are
+    rounded down to whole ones, of which half a grid does not exceed 255. Of equal errors the lower byte
+    counts, or the earlier one. A guess below half of the least step gives 0; the byte below is 3 at least. As
     `guess_step`, of vectors that are neither zero nor too large.
     """
     guess = guess_step(x, bits, decoded)
@@ -377,12 +387,12 @@ def search_step(x: NDArray[np.float32], bits: int, decoded: NDArray[np.bool_] | 
         up: Int64 = (near + (rounded < guess) + 127) >> 7
         return np.maximum(up, 1)
     below = np.maximum(near >> 7, 3)
-    unit = _exponent_above(x) - 7
-    sizes = _sizes(x[:, : compared_channels(x.shape[1])], unit)
+    unit = exponent_above(np.abs(x).max(axis=1)) - 7
+    sizes = sizes_of(x[:, : compared_channels(x.shape[1])], unit)
 
     def error(byte: Int64) -> NDArray[np.float32]:
         with np.errstate(over="ignore"):  # steps far above all elements
-            step = np.minimum(np.floor(_times_power(STEPS[byte][:, None], -unit)), 255 >> (bits - 1))
+            step = np.minimum(np.floor(times_power(STEPS[byte][:, None], -unit)), 255 >> (bits - 1))
         off = sizes - grid_values(grid_codes(sizes, step, bits), step, bits)
         sums: NDArray[np.float32] = np.square(off).sum(axis=1)
         return sums
@@ -415,17 +425,17 @@ def encode(
     """
     codes, byte = np.full(x.shape, 2 ** (bits - 1), np.uint8), np.zeros(len(x), np.uint8)
     finite = np.isfinite(x).all(axis=1)
-    byte[~finite] = _NAN_STEP
+    byte[~finite] = NAN_STEP
     usual = np.flatnonzero(finite & (x != 0).any(axis=1))
     if not len(usual):
         return codes, byte
     x = x[usual]
-    x = _times_power(x, np.minimum(bits + 13 - _exponent_above(x), 0))
+    x = times_power(x, np.minimum(bits + 13 - exponent_above(np.abs(x).max(axis=1)), 0))
     found = search_step(x, bits, np.broadcast_to(decoded, len(codes))[usual])
     byte[usual] = found
     usual, x, step = usual[found > 0], x[found > 0], STEPS[found[found > 0]]
-    unit = _exponent(step) - _CODE_PARTS[bits]
-    x, step = _to_units(_times_power(x, -unit)), np.ldexp(step, -unit)
+    unit = _exponent(step) - CODE_PARTS[bits]
+    x, step = to_units(times_power(x, -unit)), np.ldexp(step, -unit)
     codes[usual] = grid_codes(x, step[:, None], bits).astype(np.uint8)
     return codes, byte
 
@@ -456,106 +466,3 @@ def widen(bits: NDArray[Any], dtype: str) -> NDArray[np.float32]:
     if dtype == "float16":
         return bits.astype(np.uint16).view(np.float16).astype(np.float32)
     return (bits.astype(np.uint32) << 16).view(np.float32)
-
-
-class Page(NamedTuple):
-    """The contents of a page; below width 16, `k` and `v` are rotated."""
-
-    k: NDArray[np.float32]  # (16, head_dim)
-    v: NDArray[np.float32]  # (16, head_dim)
-    positions: NDArray[np.uint16]  # (16,), offsets from the page's base position
-    importance: NDArray[np.uint8]  # (16,), codes
-
-
-def _stored_bits(bits: int, dtype: str) -> int:
-    return 32 if bits == 16 and dtype == "float32" else bits
-
-
-def _region(codes: NDArray[Any], bits: int, side: str) -> NDArray[np.uint8]:
-    """Put codes (n, head_dim) of `bits` bits each into a code region, zero where slots are unused."""
-    n, head_dim = codes.shape
-    stream = np.zeros(1024 * code_words(bits, head_dim), np.uint8)
-    stream[bit_address(bits, head_dim, side)[:n]] = codes[..., None] >> np.arange(bits) & 1
-    return np.packbits(stream, bitorder="little")
-
-
-def _codes(region: NDArray[np.uint8], bits: int, head_dim: int, side: str) -> Int64:
-    stream = np.unpackbits(region, bitorder="little").astype(np.int64)
-    codes: Int64 = np.sum(stream[bit_address(bits, head_dim, side)] << np.arange(bits), axis=-1)
-    return codes
-
-
-def encode_page(
-    k: NDArray[np.float32],
-    v: NDArray[np.float32],
-    bits_k: int,
-    bits_v: int,
-    dtype: str,
-    positions: NDArray[np.uint16],
-    importance: NDArray[np.uint8],
-) -> NDArray[np.uint8]:
-    """Encode up to 16 tokens, the i-th into slot i, as the record of a page.
-
-    Parameters
-    ----------
-    k, v : float32, (n, head_dim)
-        As `rotate_keys` and `rotate_values` return them where the width of that side is below 16, else raw.
-    bits_k, bits_v : int
-        2, 3, 4, 8 or 16.
-    dtype : {"float16", "bfloat16", "float32"}
-        Of the cache: what width 16 stores.
-    positions : uint16, (n,)
-    importance : uint8, (n,)
-
-    Returns
-    -------
-    uint8, (bytes of a record,)
-        Zero in unused slots.
-
-    Examples
-    --------
-    >>> rng = np.random.default_rng(0)
-    >>> k, v = rng.standard_normal((2, 16, 32), dtype=np.float32)
-    >>> where, weight = np.arange(16, dtype=np.uint16), np.full(16, 200, np.uint8)
-    >>> record = encode_page(k, v, 4, 2, "float16", where, weight)
-    >>> record.size == 16 * 32 * (4 + 2) // 8 + 16 + 16 + 32 + 16
-    True
-    >>> page = decode_page(record, 32, 4, 2, "float16")
-    >>> bool(np.square(page.k - k).mean() < 0.02), bool(np.square(page.v - v).mean() < 0.13)
-    (True, True)
-    """
-    parts = []
-    for x, bits, side in ((k, bits_k, "k"), (v, bits_v, "v")):
-        if bits == 16:
-            parts.append(_region(narrow(x, dtype), _stored_bits(bits, dtype), side))
-        else:
-            codes, byte = encode(x, bits)
-            steps = np.zeros(TOKENS_PER_PAGE, np.uint8)
-            steps[: len(byte)] = byte
-            parts += [_region(codes, bits, side), steps]
-    tail = np.zeros(3 * TOKENS_PER_PAGE, np.uint8)
-    tail[: 2 * len(positions)] = positions.astype("<u2").view(np.uint8)
-    tail[2 * TOKENS_PER_PAGE :][: len(importance)] = importance
-    return np.concatenate([*parts, tail])
-
-
-def decode_page(record: NDArray[np.uint8], head_dim: int, bits_k: int, bits_v: int, dtype: str) -> Page:
-    """Decode the record of a page, all 16 slots of it; the inverse of `encode_page`."""
-    parts = iter(np.split(record, np.cumsum(_part_sizes(head_dim, bits_k, bits_v, dtype))[:-1]))
-    values = []
-    for bits, side in ((bits_k, "k"), (bits_v, "v")):
-        codes = _codes(next(parts), _stored_bits(bits, dtype), head_dim, side)
-        if bits == 16:
-            values.append(widen(codes, dtype))
-        else:
-            values.append(grid_values(codes, STEPS[next(parts)][:, None], bits))
-    return Page(values[0], values[1], next(parts).view("<u2"), next(parts))
-
-
-def _part_sizes(head_dim: int, bits_k: int, bits_v: int, dtype: str) -> list[int]:
-    """Bytes of the parts of a record, in order."""
-    sizes = []
-    for bits in (bits_k, bits_v):
-        sizes.append(128 * code_words(_stored_bits(bits, dtype), head_dim))
-        sizes += [TOKENS_PER_PAGE] if bits != 16 else []
-    return [*sizes, 2 * TOKENS_PER_PAGE, TOKENS_PER_PAGE]

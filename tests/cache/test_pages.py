@@ -20,12 +20,14 @@ from kvlab.pages import (
     TOKENS_PER_PAGE,
     WIDTHS,
     PageLayout,
+    Run,
     decode_importance,
     encode_importance,
     read_tokens,
     side_formats,
     write_tokens,
 )
+from kvlab.reference import blocks, records
 from kvlab.reference import pages as reference
 from tests.strategies import SEEDS, page_vectors
 
@@ -36,6 +38,12 @@ layouts = st.builds(
     lambda head_dim, bits_k, bits_v, dtype: (PageLayout(head_dim, bits_k, bits_v, ITEMSIZE[dtype]), dtype),
     st.sampled_from(range(16, 257, 16)),
     st.sampled_from(WIDTHS),
+    st.sampled_from(WIDTHS),
+    st.sampled_from(tuple(ITEMSIZE)),
+) | st.builds(
+    lambda head_dim, bits_k, bits_v, dtype: (PageLayout(head_dim, bits_k, bits_v, ITEMSIZE[dtype]), dtype),
+    st.sampled_from((64, 128, 192, 256)),
+    st.sampled_from([(4, 2, 2, 0), (4, 4, 2, 2), (8, 4, 2, 2), (8, 4, 4, 4), (8, 8, 8, 8), (8, 8, 0, 0)]),
     st.sampled_from(WIDTHS),
     st.sampled_from(tuple(ITEMSIZE)),
 )
@@ -49,6 +57,14 @@ def some_places(rng: np.random.Generator, n: int, pages: int = PAGES) -> tuple[N
 
 def random_pool(rng: np.random.Generator, layout: PageLayout, pages: int = PAGES) -> NDArray[np.uint8]:
     return rng.integers(0, 256, (pages, layout.nbytes), dtype=np.uint8)
+
+
+def addresses(layout: PageLayout, width: Any, side: str) -> list[tuple[Any, NDArray[Any]]]:
+    """Where the bits of the runs of a side are, by the oracle."""
+    if isinstance(width, tuple):
+        return blocks.profile_bits(width, layout.head_dim)
+    bits = layout.stored_bits(width)
+    return [(Run(bits, 0, layout.head_dim, 0), reference.bit_address(bits, layout.head_dim, side))]
 
 
 def written(
@@ -67,15 +83,17 @@ def written(
         (k, "k", decoded[0], layout.bits_k, layout.k_codes, layout.k_steps),
         (v, "v", decoded[1], layout.bits_v, layout.v_codes, layout.v_steps),
     ):
-        bits = layout.stored_bits(width)
         if width == 16:
             codes = reference.narrow(x, dtype)
+        elif isinstance(width, tuple):
+            codes, pool[page, steps + slot] = blocks.encode_blocks(x, width)
         else:
-            codes, pool[page, steps + slot] = reference.encode(x, bits, of_codes)
+            codes, pool[page, steps + slot] = reference.encode(x, width, of_codes)
         region = slice(start, start + layout.code_bytes(width))
         stream = np.unpackbits(pool[:, region], axis=1, bitorder="little")
-        address = reference.bit_address(bits, layout.head_dim, side)[slot]
-        stream[page[:, None, None], address] = codes[..., None] >> np.arange(bits) & 1
+        for run, address in addresses(layout, width, side):
+            own = codes[:, run.first : run.first + run.channels, None]
+            stream[page[:, None, None], address[slot]] = own >> np.arange(address.shape[2]) & 1
         pool[:, region] = np.packbits(stream, axis=1, bitorder="little")
     return pool
 
@@ -90,7 +108,7 @@ def test_the_parts_of_a_record_follow_each_other(case: tuple[PageLayout, str]) -
     k, v = rng.standard_normal((2, TOKENS_PER_PAGE, layout.head_dim), dtype=np.float32)
     positions = rng.integers(0, 65536, TOKENS_PER_PAGE, dtype=np.uint16)
     importance = rng.integers(0, 256, TOKENS_PER_PAGE, dtype=np.uint8)
-    record = reference.encode_page(k, v, layout.bits_k, layout.bits_v, dtype, positions, importance)
+    record = records.encode_page(k, v, layout.bits_k, layout.bits_v, dtype, positions, importance)
     assert record.size == layout.nbytes
     offsets = [layout.k_codes, layout.k_steps, layout.v_codes, layout.v_steps, layout.positions]
     offsets += [layout.importance, layout.nbytes]
@@ -99,9 +117,12 @@ def test_the_parts_of_a_record_follow_each_other(case: tuple[PageLayout, str]) -
         (layout.bits_k, layout.k_codes, layout.k_steps, layout.v_codes),
         (layout.bits_v, layout.v_codes, layout.v_steps, layout.positions),
     ):
-        bits = layout.stored_bits(width)
-        assert steps - codes == 128 * reference.code_words(bits, layout.head_dim)
-        assert end - steps == (16 if width < 16 else 0)
+        if isinstance(width, tuple):
+            words = blocks.profile_words(width, layout.head_dim)
+        else:
+            words = reference.code_words(layout.stored_bits(width), layout.head_dim)
+        assert steps - codes == 128 * words
+        assert end - steps == (16 if width != 16 else 0)
     np.testing.assert_array_equal(layout.positions_in(record[None])[0], positions)
     np.testing.assert_array_equal(layout.importance_in(record[None])[0], importance)
 
@@ -111,8 +132,14 @@ def test_the_parts_of_a_record_follow_each_other(case: tuple[PageLayout, str]) -
     [
         ((72, 4, 4, 2), "head_dim must be a multiple of 16 from 16 to 256, got 72"),
         ((272, 4, 4, 2), "head_dim must be .* got 272"),
-        ((64, 5, 4, 2), r"bits_k must be one of \(2, 3, 4, 8, 16\), got 5"),
+        ((64, 5, 4, 2), r"bits_k must be one of \(2, 3, 4, 8, 16\) or a profile, got 5"),
         ((64, 4, 0, 2), "bits_v must be one of .* got 0"),
+        ((64, 4, (4, 2, 2, 2), 2), "bits_v must be one of .* got .4, 2"),
+        ((80, (4, 2, 2, 0), 2, 2), "profile k4220 needs a head_dim that is a multiple of 64, got 80"),
+        ((64, (4, 2, 2, 4), 2, 2), "widths of profile k4224 must not increase"),
+        ((64, (4, 3, 2, 2), 2, 2), r"profile \(4, 3, 2, 2\) must have four widths from \(0, 2, 4, 8\)"),
+        ((64, (0, 0, 0, 0), 2, 2), "the first not 0"),
+        ((64, (4, 2), 2, 2), "must have four widths"),
         ((64, 4, 4, 8), "itemsize must be 2 or 4 bytes, got 8"),
     ],
 )
@@ -201,7 +228,7 @@ def test_tokens_read_equal_the_oracle(case: tuple[PageLayout, str], seed: int) -
     k, v = read_tokens(pool, layout, dtype, page.astype(np.int32), slot.astype(np.uint8))
     np.testing.assert_array_equal(pool, before)
     decoded = [
-        reference.decode_page(record, layout.head_dim, layout.bits_k, layout.bits_v, dtype) for record in pool
+        records.decode_page(record, layout.head_dim, layout.bits_k, layout.bits_v, dtype) for record in pool
     ]
     np.testing.assert_array_equal(k, np.stack([one.k for one in decoded])[page, slot])
     np.testing.assert_array_equal(v, np.stack([one.v for one in decoded])[page, slot])
@@ -305,7 +332,7 @@ def test_what_was_read_is_written_as_it_was(case: tuple[PageLayout, str], seed: 
     write_tokens(pool, layout, dtype, page, slot, k, v)
     k, v = read_tokens(pool, layout, dtype, page, slot)
     first = ((layout.bits_k, layout.k_steps), (layout.bits_v, layout.v_steps))
-    steps = [pool[page, at + slot] if bits < 16 else np.full(40, RAW) for bits, at in first]
+    steps = [pool[page, at + slot] if bits != 16 else np.full(40, RAW) for bits, at in first]
     again = pool.copy()
     write_tokens(again, layout, dtype, page, slot, np.zeros_like(k), np.zeros_like(v))
     write_tokens(again, layout, dtype, page, slot, k, v, np.array(steps, np.int16))

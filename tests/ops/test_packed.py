@@ -23,6 +23,7 @@ from kvlab.arrays import numpy_dtype
 from kvlab.ops.packed import mass_from_scores, packed_attention
 from kvlab.pages import NO_PAGE, QUAD, TOKENS_PER_PAGE, LayerPages, PageLayout, new_pool
 from kvlab.reference import packed as reference
+from kvlab.reference.codec import hadamard_matrix
 from kvlab.reference.pages import STEPS, bit_address
 from kvlab.registry import last_backend, rows
 from tests.compare import assert_accurate, low_precision_attention
@@ -34,6 +35,10 @@ BACKENDS = [row.backend for row in rows("packed_attention") if row.device_kind =
 WIDTHS = (2, 3, 4, 8, 16)
 SAME_WIDTHS = tuple((bits, bits) for bits in WIDTHS)
 RUNGS = tuple((bits_k, bits_v) for bits_k in WIDTHS for bits_v in WIDTHS)
+SOME_RUNGS = ((2, 4), (8, 3), (16, 8), (4, 16))
+FRAME = ("k_mean", "k_shift", "exponent", "k_order", "k_gain")
+PROFILES = ((4, 2, 2, 0), (4, 4, 2, 2), (8, 4, 2, 2), (8, 4, 4, 4), (8, 8, 8, 8), (8, 0, 0, 0), (2, 2, 2, 2))
+RUNGS_IN_BLOCKS = tuple((bits_k, bits_v) for bits_k in (*PROFILES, 16) for bits_v in WIDTHS)
 # About what vectors of unit variance get.
 STEP_OF_WIDTH = {2: np.float32(0.4978), 3: np.float32(0.293), 4: np.float32(0.1676), 8: np.float32(0.0135)}
 
@@ -55,8 +60,10 @@ def fill_side(
         if side == "k"
         else (layout.bits_v, layout.v_codes, layout.v_steps)
     )
-    if bits < 16:
-        wanted = STEP_OF_WIDTH[bits] * rng.lognormal(0, 0.4, TOKENS_PER_PAGE)
+    if bits != 16:
+        wanted = (0.25 if isinstance(bits, tuple) else STEP_OF_WIDTH[bits]) * rng.lognormal(
+            0, 0.4, TOKENS_PER_PAGE
+        )
         record[steps : steps + TOKENS_PER_PAGE] = np.abs(STEPS[:0xF8, None] - wanted).argmin(axis=0)
         record[steps + count : steps + TOKENS_PER_PAGE] = 0xFF
         return
@@ -67,7 +74,7 @@ def fill_side(
 
 def make_pages(
     rng: np.random.Generator,
-    rungs: tuple[tuple[int, int], ...],
+    rungs: tuple[tuple[Any, int], ...],
     head_dim: int,
     dtype: str,
     quads: Array,
@@ -100,8 +107,12 @@ def make_pages(
     mean = rng.standard_normal((*quads.shape, head_dim)).astype(np.float16)
     base = rng.integers(0, 2**16, table, np.uint16)
     shift = (rng.integers(1, 3, mean.shape) * (rng.random(mean.shape) < 0.1)).astype(np.uint8)
+    order = np.argsort(rng.random(mean.shape), axis=-1).astype(np.uint8)
+    gain = (16 * np.exp2(rng.uniform(-0.5, 2, (*quads.shape, 4)))).astype(np.float16).astype(np.float32)
+    exponent = rng.integers(-2, 2, (*quads.shape, 2)).astype(np.int8)
+    frame = {"k_shift": shift, "exponent": exponent, "k_order": order, "k_gain": gain}
     return LayerPages(
-        layouts, tuple(pools), rung, count, index, base, num_pages.astype(np.int32), mean, dtype, shift
+        layouts, tuple(pools), rung, count, index, base, num_pages.astype(np.int32), mean, dtype, **frame
     )
 
 
@@ -123,8 +134,10 @@ class PackedCase:
 def packed_cases(draw: st.DrawFn) -> PackedCase:
     """Draw any widths, mixed rungs, ragged rows, empty heads, windows, queries of another dtype."""
     rng = np.random.default_rng(draw(SEEDS))
-    rungs = draw(st.lists(st.sampled_from(RUNGS), min_size=1, max_size=4, unique=True))
-    head_dim = draw(st.sampled_from((16, 32, 64, 80, 96, 128)))
+    in_blocks = draw(st.booleans())
+    offered = RUNGS_IN_BLOCKS if in_blocks else RUNGS
+    rungs = draw(st.lists(st.sampled_from(offered), min_size=1, max_size=4, unique=True))
+    head_dim = draw(st.sampled_from((64, 128, 192, 256) if in_blocks else (16, 32, 64, 80, 96, 128)))
     batch, kv_heads, group = draw(
         st.tuples(st.integers(0, 2), st.integers(1, 2), st.sampled_from((1, 2, 3, 4, 5, 7, 16)))
     )
@@ -176,7 +189,7 @@ def low_precision(case: PackedCase, bases: int = 32) -> tuple[Array, Array]:
         for tokens, seen in seen_keys(case, b, h):
             part = (own[0], tokens, own[2])
             for i, sign in enumerate(signs):
-                basis = sign * reference.hadamard_matrix(head_dim) if i else np.eye(head_dim)
+                basis = sign * hadamard_matrix(head_dim) if i else np.eye(head_dim)
                 qkv = [(x @ basis).astype(q.dtype) for x in (q[part], k[:, seen], v[:, seen])]
                 out, lses[i, b, own[2], tokens] = low_precision_attention(*qkv, **options)
                 outs[(i, *part)] = out @ basis.T.astype(np.float32)
@@ -241,11 +254,9 @@ def test_many_query_rows(seqlen_q: int, group: int) -> None:
     assert_right(PackedCase(q, pages, {"scale": None, "softcap": 0.0, "keep_scores": keep}), "cpu")
 
 
-def small_case(seed: int = 10, dtype: str = "float16") -> PackedCase:
+def small_case(seed: int = 10, dtype: str = "float16", rungs: Any = SOME_RUNGS) -> PackedCase:
     rng = np.random.default_rng(seed)
-    pages = make_pages(
-        rng, ((2, 4), (8, 3), (16, 8), (4, 16)), 64, dtype, np.full((2, 2), 6), counts=(11, 16)
-    )
+    pages = make_pages(rng, rungs, 64, dtype, np.full((2, 2), 6), counts=(11, 16))
     q = random_floats(rng, (2, 2, 8, 64), numpy_dtype(dtype), (-4, 0))
     return PackedCase(q, pages, {"scale": None, "softcap": 0.0, "keep_scores": 0})
 
@@ -264,10 +275,18 @@ def wrong_pages(pages: LayerPages) -> dict[str, LayerPages]:
             pools.append(copy)
         return dataclasses.replace(pages, pools=tuple(pools))
 
-    swapped = {
-        name: getattr(pages, name)[:, ::-1].copy() for name in ("rung", "count", "index", "k_mean", "k_shift")
+    swapped = {name: getattr(pages, name)[:, ::-1].copy() for name in ("rung", "count", "index", *FRAME)}
+    in_blocks = {
+        "channels in no order": dataclasses.replace(pages, k_order=np.zeros(0, np.uint8)),
+        "blocks of the next one's gain": dataclasses.replace(pages, k_gain=np.roll(pages.k_gain, 1, axis=2)),
     }
-    return {
+    return (in_blocks if pages.layouts[0].in_blocks else {}) | {
+        "exponent of K left out": dataclasses.replace(
+            pages, exponent=pages.exponent * np.array([0, 1], np.int8)
+        ),
+        "exponent of V left out": dataclasses.replace(
+            pages, exponent=pages.exponent * np.array([1, 0], np.int8)
+        ),
         "key mean left out": dataclasses.replace(pages, k_mean=np.zeros_like(pages.k_mean)),
         "channels of keys not scaled": dataclasses.replace(pages, k_shift=np.zeros_like(pages.k_shift)),
         "KV heads swapped": dataclasses.replace(pages, **swapped),
@@ -290,9 +309,12 @@ def wrong_pages(pages: LayerPages) -> dict[str, LayerPages]:
     }
 
 
+@pytest.mark.parametrize(
+    "rungs", [SOME_RUNGS, (((8, 4, 2, 0), 4), ((4, 4, 2, 2), 3), (16, 8), ((8,) * 4, 16))]
+)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_the_comparison_rejects_what_mistakes_would_give(dtype: str) -> None:
-    case = small_case(dtype=dtype)
+def test_the_comparison_rejects_what_mistakes_would_give(dtype: str, rungs: Any) -> None:
+    case = small_case(dtype=dtype, rungs=rungs)
     expected, _, _ = reference.packed_attention(case.q, case.pages)
     low, _ = low_precision(case)
     assert_accurate(call(case).out, expected, low)
@@ -360,8 +382,7 @@ def test_batch_mates_and_splitting_the_queries_do_not_matter() -> None:
     whole = call(case)
     pages = case.pages
     only = {
-        name: getattr(pages, name)[1:]
-        for name in ("rung", "count", "index", "base", "num_pages", "k_mean", "k_shift")
+        name: getattr(pages, name)[1:] for name in ("rung", "count", "index", "base", "num_pages", *FRAME)
     }
     alone = packed_attention(case.q[1:, 1:], dataclasses.replace(pages, **only))
     np.testing.assert_allclose(alone.out[0, 0], whole.out[1, 1], rtol=2e-5, atol=1e-6)

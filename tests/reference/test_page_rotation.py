@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvlab.reference import codec
-from kvlab.reference.packed import hadamard_matrix
+from kvlab.reference.codec import hadamard_matrix
 from kvlab.reference.pages import rotate
 from tests.strategies import SEEDS
 

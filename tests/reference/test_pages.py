@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvlab.reference import pages
+from kvlab.reference import pages, records
 from kvlab.reference.pages import STEPS, bit_address, code_words, grid_values
 from tests.strategies import SEEDS
 
@@ -103,7 +103,7 @@ def test_steps_are_truncated_half_floats() -> None:
     assert (np.diff(finite) > 0).all()
     assert (finite[0], finite[1], finite[-1]) == (0, 2.0**-17, 61440)
     assert not np.isfinite(STEPS[HIGHEST_FINITE + 1 :]).any()
-    assert np.isnan(STEPS[pages._NAN_STEP])
+    assert np.isnan(STEPS[pages.NAN_STEP])
     ratio = finite[9:] / finite[8:-1]
     assert (ratio.min(), ratio.max()) == (np.float32(16) / 15, 1.125)
 
@@ -147,9 +147,9 @@ def test_a_page_gives_its_tokens_back(
     k, v = rng.standard_normal((2, count, head_dim), dtype=np.float32)
     positions = rng.integers(0, 65536, count, dtype=np.uint16)
     importance = rng.integers(0, 256, count, dtype=np.uint8)
-    record = pages.encode_page(k, v, bits_k, bits_v, dtype, positions, importance)
+    record = records.encode_page(k, v, bits_k, bits_v, dtype, positions, importance)
     assert record.size % 16 == 0
-    page = pages.decode_page(record, head_dim, bits_k, bits_v, dtype)
+    page = records.decode_page(record, head_dim, bits_k, bits_v, dtype)
     for x, got, bits in ((k, page.k, bits_k), (v, page.v, bits_v)):
         if bits == 16:
             expected = pages.widen(pages.narrow(x, dtype), dtype)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvlab.reference.packed import hadamard_matrix
+from kvlab.reference.codec import hadamard_matrix
 from kvlab.reference.pages import STEPS, encode, grid_values, rotate, rotate_values, value_signs
 
 Floats = NDArray[np.float32]

@@ -16,7 +16,19 @@ from .cache_groups import NEW_TOKEN, PAGE, SEGMENT, TAIL, UNIT
 from .pages import FLOAT16, decode, narrow, put_codes, take_codes, widen
 from .simd import helper
 from .softmax import serial, take_number
-from .steps import DECODED, RAW, encode_vector, log_of_block, rotate_row, scale_row, turn_signs
+from .steps import (
+    DECODED,
+    PROFILE,
+    RAW,
+    divide_row,
+    encode_vector,
+    log_of_block,
+    log_of_keys,
+    order_row,
+    rotate_row,
+    scale_row,
+    turn_signs,
+)
 
 CODES, SCALES, BITS, KIND = range(4)
 """Columns of `Formats.sides`: byte offsets in a page, bits stored for an element, what width 16 is."""
@@ -41,10 +53,15 @@ class Fresh(NamedTuple):
 
 
 @helper
+def _is_coded(bits):
+    return bits < 16 or bits >= PROFILE
+
+
+@helper
 def _encode(words, arena, formats, r, side, address, slot, x, known, codes, sizes):
     """Store a vector, rotated if it is to be coded."""
     numbers, start = formats.sides[r, side], address * UNIT
-    if numbers[BITS] < 16:
+    if _is_coded(numbers[BITS]):
         byte = encode_vector(x, 0, numbers[BITS], formats.guess[r, side], known, codes, sizes)
         arena[start + numbers[SCALES] + slot] = byte
     else:
@@ -55,13 +72,17 @@ def _encode(words, arena, formats, r, side, address, slot, x, known, codes, size
 @helper
 def _store_raw(words, arena, formats, r, side, address, slot, raw, frames, bh, x, codes, sizes):
     """Store a vector as it is outside pages: in its frame and rotated where it is coded; `raw` may change."""
-    if formats.sides[r, side, BITS] < 16:
+    if _is_coded(formats.sides[r, side, BITS]):
         n = raw.size
         if side == KEYS:
             scale_row(raw, 0, n, frames, bh, formats.sides[r, side, KIND] == FLOAT16)
         else:
             turn_signs(raw, 0, n)
-        rotate_row(raw, 0, n, log_of_block(n), frames, bh if side == KEYS else -1, x)
+        divide_row(raw, 0, n, frames, bh, side)
+        if side == KEYS:
+            order_row(raw, n, frames, bh, x)
+        log = log_of_keys(n, frames) if side == KEYS else log_of_block(n)
+        rotate_row(raw, 0, n, log, frames, bh if side == KEYS else -1, x)
         _encode(words, arena, formats, r, side, address, slot, x, RAW, codes, sizes)
     else:
         _encode(words, arena, formats, r, side, address, slot, raw, RAW, codes, sizes)
@@ -76,10 +97,10 @@ def _move_side(words, arena, formats, side, source, target, frames, bh, raw, x, 
     take_codes(words, (start + before[CODES]) // 4, formats.places[a, side], from_slot, bits, codes)
     if bits == formats.sides[b, side, BITS]:
         after, to = formats.sides[b, side], address * UNIT
-        if bits < 16:
+        if _is_coded(bits):
             arena[to + after[SCALES] + slot] = arena[start + before[SCALES] + from_slot]
         put_codes(words, (to + after[CODES]) // 4, formats.places[b, side], slot, bits, codes)
-    elif bits < 16:
+    elif _is_coded(bits):
         decode(codes, arena[start + before[SCALES] + from_slot], bits, x, 0)
         _encode(words, arena, formats, b, side, address, slot, x, DECODED, codes, sizes)
     else:

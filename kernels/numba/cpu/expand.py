@@ -25,7 +25,6 @@ from numba.extending import intrinsic
 from .fragments import (
     VECTOR_BYTES,
     WORD_BYTES,
-    Tile,
     address_of,
     for_each_tile,
     load_at,
@@ -100,14 +99,20 @@ def _expand(typing_context, words, steps, matrix, tiles, kind, side):
         columns = builder.mul(tiles, _I64(16)) if is_k else _I64(SLOTS)
         pitch = builder.add(columns, _I64(PADDING))
 
-        def store_tile(number, word, place):
+        def store_tile(number, word, tile):
             corner = address_of(builder, matrix, (number, 64) if is_k else (builder.mul(number, pitch), 64))
             with cgutils.for_range(builder, _I64(4)) as lane_vector:
                 own = address_of(builder, words, (word, WORD_BYTES), (lane_vector.index, VECTOR_BYTES))
-                tile = Tile(builder, kind_name, own, place)
-                _store_tile(builder, tile, corner, pitch, lane_vector.index, steps, is_k)
+                _store_tile(builder, tile(own), corner, pitch, lane_vector.index, steps, is_k)
 
-        for_each_tile(builder, kind_name, tiles, store_tile)
+        def clear_tile(number):
+            with cgutils.for_range(builder, _I64(PAGE)) as row:
+                for column in (0, 8):
+                    place = builder.add(builder.mul(row.index, pitch), _I64(column))
+                    corner = address_of(builder, matrix, (number, 64), (place, 4))
+                    store_at(builder, ir.Constant(_F32X8, [0.0] * 8), corner)
+
+        for_each_tile(builder, kind_name, tiles, store_tile, clear_tile)
         return context.get_dummy_value()
 
     return types.void(words, steps, matrix, tiles, kind, side), generate

@@ -17,13 +17,15 @@ times as large. A group of four neighbouring lanes holds parts of one sum: for K
 of a page, for V at the end of all pages (`packed`). Codes are centred before they are multiplied, so that
 float32 loses nothing.
 
-Functions are made for a kind of codes ("2", "3", "4", "8", "float16", "bfloat16", "float32") and a number
-of query rows, compiled at first use and called by address, so a call compiles what it needs. They take the
+Functions are made for a kind of codes ("2", "3", "4", "8", "float16", "bfloat16", "float32", and of keys in
+blocks a profile such as "8420", where codes are multiplied by the factor of their width) and a number of
+query rows, compiled at first use and called by address, so a call compiles what it needs. They take the
 addresses of the codes of four pages; 0 stands for a page without a token to attend. Addresses are not
 checked.
 """
 
 from functools import cache
+from itertools import groupby
 
 from llvmlite import ir
 from numba import cfunc, types
@@ -48,6 +50,9 @@ WORDS_PER_GROUP = {
     "float32": (8, 1),
 }
 """Words that a group of tiles shares, and tiles of that group."""
+
+FACTORS = {"2": 32, "4": 12, "8": 1}
+"""What codes of keys in blocks are multiplied by: half a cell of each width, in steps."""
 
 QUAD = 4
 """Pages that a product takes at once."""
@@ -90,11 +95,11 @@ class Tile:
     """Eight lanes of a 16 x 16 tile as float vectors.
 
     It is the `place`-th of a group of tiles, whose words begin at `words`. At 3 bits a tile of no whole group
-    has a word of its own, laid out as at 4 bits: place is None.
+    has a word of its own, laid out as at 4 bits: place is None. Codes are multiplied by `factor`, a constant.
     """
 
-    def __init__(self, builder, kind, words, place):
-        self.builder, self.kind = builder, kind
+    def __init__(self, builder, kind, words, place, factor=1):
+        self.builder, self.kind, self.factor = builder, kind, factor
         self.coded = kind in ("2", "3", "4", "8")
         load = lambda word: load_at(builder, builder.add(words, _I64(word * WORD_BYTES)), _I32X8)  # noqa: E731
         if kind == "float32":
@@ -135,23 +140,61 @@ class Tile:
             return builder.fpext(builder.bitcast(bits, _F16X8), _F32X8)
         top = 2 ** int(self.kind) - 1
         code = builder.sitofp(builder.and_(pair, _every_lane(top << 16 * half)), _F32X8)
-        return builder.fsub(code, ir.Constant(_F32X8, [top / 2 * 2.0 ** (16 * half)] * LANES))
+        centred = builder.fsub(code, ir.Constant(_F32X8, [top / 2 * 2.0 ** (16 * half)] * LANES))
+        if self.factor == 1:
+            return centred
+        return builder.fmul(centred, ir.Constant(_F32X8, [float(self.factor)] * LANES))
 
 
-def for_each_tile(builder, kind, tiles, emit):
-    """Loop over the tiles of a side: emit(number, word, place), the index of its first word and as `Tile`."""
+def is_profile(kind):
+    """Whether keys are kept in four blocks: a kind such as "8420", their widths."""
+    return kind.isdigit() and len(kind) == 4
+
+
+def for_each_tile(builder, kind, tiles, emit, emit_empty=None):
+    """Loop over the tiles of a side: emit(number, word, tile), the index of its first word and a maker of it.
+
+    The maker takes the address of the tile's words and returns a `Tile`. Of a profile, emit_empty(number) is
+    called for tiles without codes, if it is given.
+    """
+    if not is_profile(kind):
+        _for_each_of_run(builder, kind, tiles, _I64(0), _I64(0), 1, emit)
+        return
+    each, first, first_word = builder.udiv(tiles, _I64(4)), _I64(0), _I64(0)
+    for width, blocks in groupby(kind):
+        run = builder.mul(each, _I64(len(list(blocks))))
+        if width != "0":
+            _for_each_of_run(builder, width, run, first, first_word, FACTORS[width], emit)
+            words, together = WORDS_PER_GROUP[width]
+            whole = builder.udiv(builder.add(run, _I64(together - 1)), _I64(together))
+            first_word = builder.add(first_word, builder.mul(whole, _I64(words)))
+        elif emit_empty:
+            with cgutils.for_range(builder, run) as tile:
+                emit_empty(builder.add(first, tile.index))
+        first = builder.add(first, run)
+
+
+def _for_each_of_run(builder, kind, tiles, first, first_word, factor, emit):
+    """Loop over tiles of one kind, from a first one and its word on."""
+
+    def emit_tile(number, word, place):
+        def tile(words):
+            return Tile(builder, kind, words, place, factor)
+
+        emit(builder.add(first, number), builder.add(first_word, word), tile)
+
     words, together = WORDS_PER_GROUP[kind]
     groups = builder.udiv(tiles, _I64(together))
     with cgutils.for_range(builder, groups) as group:
         for place in range(together):
             number = builder.add(builder.mul(group.index, _I64(together)), _I64(place))
-            emit(number, builder.mul(group.index, _I64(words)), place)
+            emit_tile(number, builder.mul(group.index, _I64(words)), place)
     if together > 1:
         in_groups = builder.mul(groups, _I64(together))
-        first_word = builder.mul(groups, _I64(words))
+        behind_groups = builder.mul(groups, _I64(words))
         with cgutils.for_range(builder, builder.sub(tiles, in_groups)) as rest:
-            number, word = (builder.add(first, rest.index) for first in (in_groups, first_word))
-            emit(number, word, None if kind == "3" else 0)
+            number, word = (builder.add(begin, rest.index) for begin in (in_groups, behind_groups))
+            emit_tile(number, word, None if kind == "3" else 0)
 
 
 def _accumulate(builder, tile, patterns, rows, sums):
@@ -222,10 +265,10 @@ def _key_product(typing_context, pages, patterns, scores, tiles, kind, rows):
                 for target in (*sums[0], *sums[1]):
                     builder.store(ir.Constant(_F32X8, [0.0] * LANES), target)
 
-                def add_tile(number, word, place):
+                def add_tile(number, word, tile):
                     words = address_of(builder, codes, (word, WORD_BYTES), (lane_vector.index, VECTOR_BYTES))
                     columns = address_of(builder, patterns, (number, 4 * row_count * PATTERN_BYTES))
-                    _accumulate(builder, Tile(builder, kind_name, words, place), columns, row_count, sums)
+                    _accumulate(builder, tile(words), columns, row_count, sums)
 
                 for_each_tile(builder, kind_name, tiles, add_tile)
                 slots = address_of(builder, scores, (page.index, 64), (lane_vector.index, 16))
@@ -244,7 +287,7 @@ def _value_product(typing_context, pages, patterns, out, tiles, kind, rows):
         pages, patterns, out, tiles = arguments[:4]
         sums = _sums(builder, row_count)
 
-        def add_tile(number, word, place):
+        def add_tile(number, word, tile):
             with cgutils.for_range(builder, _I64(4)) as lane_vector:
                 vectors = builder.add(builder.mul(number, _I64(4)), lane_vector.index)
                 totals = address_of(builder, out, (vectors, 2 * row_count * VECTOR_BYTES))
@@ -258,7 +301,7 @@ def _value_product(typing_context, pages, patterns, out, tiles, kind, rows):
                             builder, codes, (word, WORD_BYTES), (lane_vector.index, VECTOR_BYTES)
                         )
                         columns = address_of(builder, patterns, (page.index, 4 * row_count * PATTERN_BYTES))
-                        _accumulate(builder, Tile(builder, kind_name, words, place), columns, row_count, sums)
+                        _accumulate(builder, tile(words), columns, row_count, sums)
                 for at, target in zip(places, sums[0] + sums[1], strict=True):
                     store_at(builder, builder.load(target), at)
 

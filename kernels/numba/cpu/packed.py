@@ -128,19 +128,20 @@ def _load_floats(builder, data, index):
 
 
 @serial
-def lay_out_queries(q, scale, frame, block, factor, coded, raw, bias):
+def lay_out_queries(q, scale, frame, block, coded, raw, bias):
     """Write scale * q as patterns of `fragments`, for coded keys (rotated) and for raw ones.
 
     q (batch, positions, heads, head_dim) float32; coded, raw (pairs, blocks, head_dim / 16, 2, 2, rows, 4).
-    A coded key is H ((k - mean) / scales), so <q, k> = <H (q scales), coded key> + <q, mean>. frame: mean and
-    scales (pairs, head_dim); bias (pairs, blocks, rows) receives the last term.
+    A coded key is H ((k - mean) / scales), so <q, k> = <H (q scales), coded key> + <q, mean>. frame: mean,
+    scales, order and factors (pairs, head_dim): the channel at each place, and what H is multiplied by there;
+    bias (pairs, blocks, rows) receives the last term.
     """
-    mean, scales = frame
+    mean, scales, order, factors = frame
     batch, positions, heads, head_dim = q.shape
     pairs, blocks, rows = bias.shape
     kv_heads = pairs // batch
     group = heads // kv_heads
-    line = np.empty(head_dim, np.float32)
+    line, placed = np.empty((2, head_dim), np.float32)
     for pair in range(pairs):
         for i in range(blocks * rows):
             own, row = i // rows, i % rows
@@ -156,10 +157,12 @@ def lay_out_queries(q, scale, frame, block, factor, coded, raw, bias):
                 product += line[channel] * mean[pair, channel]
                 line[channel] *= scales[pair, channel]
             bias[pair, own, row] = product
-            hadamard_run(line, 0, head_dim, block)
-            for channel in range(head_dim):
-                line[channel] *= factor
-            _write_pattern(line, UPPER_HALF, coded[pair, own], row)
+            for place in range(head_dim):
+                placed[place] = line[order[pair, place]]
+            hadamard_run(placed, 0, head_dim, block)
+            for place in range(head_dim):
+                placed[place] *= factors[pair, place]
+            _write_pattern(placed, UPPER_HALF, coded[pair, own], row)
 
 
 @helper

@@ -15,11 +15,11 @@ _MINUS_INFINITY = np.float32(-np.inf)
 
 
 @serial
-def merge_parts(parts, row_max, row_sum, block, factor, out, lse):
+def merge_parts(parts, row_max, row_sum, block, factors, out, lse):
     """Merge the parts of each row, in order; rotate back the sums of coded values.
 
-    parts, row_max, row_sum from `attend_pages`; out (batch, positions, heads, head_dim), lse (batch, heads,
-    positions), natural: 0 and -inf where there is no token.
+    parts, row_max, row_sum from `attend_pages`; factors (pairs,), of rotated sums; out (batch, positions,
+    heads, head_dim), lse (batch, heads, positions), natural: 0 and -inf where there is no token.
     """
     batch, positions, heads, head_dim = out.shape
     _, pairs, _, splits, rows, _ = parts.shape
@@ -50,7 +50,7 @@ def merge_parts(parts, row_max, row_sum, block, factor, out, lse):
                 if side == 0:
                     hadamard_run(line, 0, head_dim, block)
                     for channel in range(head_dim):
-                        line[channel] *= factor * SIGNS[channel]
+                        line[channel] *= factors[pair] * SIGNS[channel]
             log = (new_max + np.float32(math.log2(whole))) / LOG2_E if whole != 0 else _MINUS_INFINITY
             lse[pair // kv_heads, head, i // group] = log
 

@@ -80,20 +80,19 @@ def _transpose(typing_context, source, first, near, far, target):
 
 
 @serial
-def lay_out_panels(q, scale, frame, block, factor, coded, raw):
+def lay_out_panels(q, scale, frame, block, coded, raw):
     """Write scale * q as panels, for coded keys (rotated) and for raw ones.
 
     q (batch, positions, heads, head_dim) float32; coded, raw (pairs, panels, (head_dim + 1) * PANEL),
     channels as in `expand`. A coded key is H ((k - mean) / scales), so <q, k> = <H (q scales), coded key> +
-    <q, mean>. frame: mean and scales (pairs, head_dim); the last term is the channel behind the others, 0 for
-    raw keys.
+    <q, mean>; the last term is the channel behind the others, 0 for raw keys. frame: as of `lay_out_queries`.
     """
-    mean, scales = frame
+    mean, scales, order, factors = frame
     batch, positions, heads, head_dim = q.shape
     pairs, panels, _ = coded.shape
     kv_heads = pairs // batch
     group = heads // kv_heads
-    line = np.empty(head_dim, np.float32)
+    line, placed = np.empty((2, head_dim), np.float32)
     for pair in range(pairs):
         for i in range(panels * PANEL):
             panel, lane = i // PANEL, i % PANEL
@@ -108,12 +107,14 @@ def lay_out_panels(q, scale, frame, block, factor, coded, raw):
                     own_raw[place_of(channel) * PANEL + lane] = line[channel]
                     product += line[channel] * mean[pair, channel]
                     line[channel] *= scales[pair, channel]
-                hadamard_run(line, 0, head_dim, block)
+                for place in range(head_dim):
+                    placed[place] = line[order[pair, place]]
+                hadamard_run(placed, 0, head_dim, block)
             else:
                 for channel in range(head_dim):
-                    own_raw[channel * PANEL + lane] = 0
-            for channel in range(head_dim):
-                own_coded[place_of(channel) * PANEL + lane] = line[channel] * factor
+                    own_raw[channel * PANEL + lane] = placed[channel] = 0
+            for place in range(head_dim):
+                own_coded[place_of(place) * PANEL + lane] = placed[place] * factors[pair, place]
             own_raw[head_dim * PANEL + lane], own_coded[head_dim * PANEL + lane] = 0, product
 
 

@@ -19,7 +19,7 @@ from numba import njit, prange
 
 from .parallel import parallel_kernel
 from .simd import bits_of, float_of_bits, float_of_half, half_of
-from .steps import STEP_OF, encode_vector
+from .steps import FACTORS, PROFILE, STEP_OF, coded_blocks, encode_vector, width_of_block
 
 FLOAT16, BFLOAT16, FLOAT32 = range(3)
 """Values of Side.kind."""
@@ -36,7 +36,7 @@ class Side(NamedTuple):
     nbytes: int  # of a page
     codes: int  # byte offset of the codes
     steps: int  # byte offset of the steps
-    bits: int  # stored for an element: 32 for width 16 of a float32 cache
+    bits: int  # stored for an element: 32 for width 16 of a float32 cache; or a profile (`steps.PROFILE`)
     kind: int  # what elements of width 16 are
     guess: np.float32  # where the step search starts, of kvlab/reference/pages.py
 
@@ -44,8 +44,19 @@ class Side(NamedTuple):
 @njit
 def put_codes(words, first, places, slot, bits, codes):
     """Put the codes of a token into the code region that begins at words[first]."""
+    if bits < PROFILE:
+        _put_run(words, first, places, slot, bits, codes, 0, codes.size)
+        return
+    each = codes.size // 4
+    for block in range(coded_blocks(bits)):
+        width = width_of_block(bits, block)
+        _put_run(words, first, places, slot, width, codes, block * each, block * each + each)
+
+
+@njit
+def _put_run(words, first, places, slot, bits, codes, begin, end):
     mask = np.uint32((1 << bits) - 1)
-    for channel in range(codes.size):
+    for channel in range(begin, end):
         place = places[slot, channel]
         if place >= 0:
             word, shift = first + (place >> 5), np.uint32(place & 31)
@@ -59,9 +70,23 @@ def put_codes(words, first, places, slot, bits, codes):
 
 @njit
 def take_codes(words, first, places, slot, bits, codes):
-    """Take the codes of a token: the inverse of `put_codes`."""
+    """Take the codes of a token: the inverse of `put_codes`; 0 in blocks of width 0."""
+    if bits < PROFILE:
+        _take_run(words, first, places, slot, bits, codes, 0, codes.size)
+        return
+    each = codes.size // 4
+    for block in range(4):
+        width = width_of_block(bits, block)
+        if width:
+            _take_run(words, first, places, slot, width, codes, block * each, block * each + each)
+        else:
+            codes[block * each : block * each + each] = 0
+
+
+@njit
+def _take_run(words, first, places, slot, bits, codes, begin, end):
     mask = np.uint32((1 << bits) - 1)
-    for channel in range(codes.size):
+    for channel in range(begin, end):
         place = places[slot, channel]
         if place >= 0:
             codes[channel] = (words[first + (place >> 5)] >> np.uint32(place & 31)) & mask
@@ -106,9 +131,24 @@ def widen(codes, kind, x, start):
 
 @njit
 def decode(codes, byte, bits, x, start):
-    """value = (2 * code + 1 - 2**bits) * step"""
-    step, shift = STEP_OF[byte], np.int32(1 - (1 << bits))
-    for i in range(codes.size):
+    """value = (2 * code + 1 - 2**bits) * step, or that times the factor of the width of a block"""
+    if bits < PROFILE:
+        _decode_run(codes, STEP_OF[byte], bits, x, start, 0, codes.size)
+        return
+    each = codes.size // 4
+    for block in range(4):
+        width = width_of_block(bits, block)
+        if width:
+            step = STEP_OF[byte] * FACTORS[width]
+            _decode_run(codes, step, width, x, start, block * each, block * each + each)
+        else:
+            x[start + block * each : start + block * each + each] = STEP_OF[byte] * np.float32(0)
+
+
+@njit
+def _decode_run(codes, step, bits, x, start, begin, end):
+    shift = np.int32(1 - (1 << bits))
+    for i in range(begin, end):
         x[start + i] = np.float32(np.int32(codes[i]) * np.int32(2) + shift) * step
 
 
@@ -132,7 +172,7 @@ def _write_part(pool, words, side, places, page, slot, x, step, part, parts):
         if page[i] % parts != part:
             continue
         start = page[i] * side.nbytes
-        if side.bits < 16:
+        if side.bits < 16 or side.bits >= PROFILE:
             byte = encode_vector(x, i * d, side.bits, side.guess, step[i], codes, sizes)
             pool[start + side.steps + slot[i]] = byte
         else:
@@ -171,7 +211,7 @@ def _read_part(pool, words, side, places, page, slot, x, first, last):
     for i in range(first, last):
         start = page[i] * side.nbytes
         take_codes(words, (start + side.codes) // 4, places, slot[i], side.bits, codes)
-        if side.bits < 16:
+        if side.bits < 16 or side.bits >= PROFILE:
             decode(codes, pool[start + side.steps + slot[i]], side.bits, x, i * d)
         else:
             widen(codes, side.kind, x, i * d)

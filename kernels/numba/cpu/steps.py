@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .fragments import FACTORS as FACTORS_OF
 from .groups import hadamard_run
 from .simd import (
     LANES,
@@ -49,6 +50,15 @@ SIGNS = (1 - 2 * ((_BOTH ^ _BOTH >> 2 ^ _BOTH >> 4 ^ _BOTH >> 6 ^ _MORE) & 1)).a
 """What the channels of values are multiplied by before they are rotated."""
 
 
+PROFILE = 1 << 12
+"""Bits of a side from here on are a profile: the widths of four blocks, 4 bits each, the first uppermost."""
+FACTORS = np.array([FACTORS_OF.get(str(width), 0) for width in range(9)], np.float32)
+_BLOCK_PARTS = np.array([0, 0, 6, 0, 5, 0, 0, 0, 4])
+_WEIGHTS = np.array([8, 2, 1, 1], np.float32)
+_MOST_ERROR = np.array([0, 255, 180, 147, 127], np.float32)  # by head_dim / 64
+_BLOCK_TOP = 17
+
+
 class Frames(NamedTuple):
     """Frames of keys, one a (row, KV head): see `kvlab.cache.frame`."""
 
@@ -56,6 +66,9 @@ class Frames(NamedTuple):
     most: np.ndarray  # float32 (m,), the largest magnitudes of these means
     powers: np.ndarray  # float32 (m * head_dim,), what channels are multiplied by
     scaled: np.ndarray  # bool (m,), whether any of them is not 1
+    down: np.ndarray  # float32 (m, 2), what keys and values are multiplied by, too
+    order: np.ndarray  # uint8 (m * head_dim,), where keys are kept in blocks, else (0,)
+    gain: np.ndarray  # float32 (m * 4,), likewise
 
 
 @helper
@@ -97,7 +110,11 @@ def _sum_whole(x, start, n, log, exponent, sums):
 
 @helper
 def rotate_row(x, start, n, log, frames, k, out):
-    """Rotate n elements from x[start] into out[start], less the mean of frame k if k is 0 or more."""
+    """Rotate n elements from x[start] into out[start], less the mean of frame k if k is 0 or more.
+
+    Keys in blocks are in their order; `log` is that of a block then.
+    """
+    in_blocks = k >= 0 and frames.order.size > 0
     largest = _largest(x, start, n)
     if not largest < _TOO_LARGE:
         for i in range(start, start + n):
@@ -111,9 +128,12 @@ def rotate_row(x, start, n, log, frames, k, out):
             store(out, i, load(out, i) - load(frames.sums, behind + i) * by)
     # Quarters of sums, whole and of 11 bits: as float16, where 1 stands for its least number.
     down, up = splat(_power(-26)), _power(26 + exponent - (log + 1) // 2)
-    factor = splat(up * _ROOT_2 if log % 2 else up)
+    factor = splat(up * _ROOT_2 if log % 2 and not in_blocks else up)
     for i in range(start, start + n, LANES):
         store(out, i, through_half(load(out, i) * down) * factor)
+    if in_blocks:
+        for i in range(0, n, LANES):
+            store(out, start + i, load(out, start + i) * splat(frames.gain[4 * k + 4 * i // n]))
 
 
 @helper
@@ -133,6 +153,12 @@ def log_of_block(head_dim):
 
 
 @helper
+def log_of_keys(head_dim, frames):
+    """Return that of what keys are transformed by: a head, or a block of channels."""
+    return log_of_block(head_dim // 4 if frames.order.size else head_dim)
+
+
+@helper
 def scale_row(x, start, n, frames, k, halves):
     """Scale n elements from x[start] down as frame k says; `halves`: they stay of the type float16."""
     if not frames.scaled[k]:
@@ -142,11 +168,30 @@ def scale_row(x, start, n, frames, k, halves):
         store(x, start + i, through_half(scaled) if halves else scaled)
 
 
+@helper
+def divide_row(x, start, n, frames, k, side):
+    """Divide n elements from x[start] by the power of 2 of keys (side 0) or values (1) of frame k."""
+    down = frames.down[k, side]
+    if down != _ONE:
+        for i in range(start, start + n):
+            x[i] *= down
+
+
+@helper
+def order_row(x, n, frames, k, scratch):
+    """Put the first n elements of x in the order of frame k, where it has one."""
+    if frames.order.size:
+        for i in range(n):
+            scratch[i] = x[np.int64(frames.order[k * n + i])]
+        for i in range(n):
+            x[i] = scratch[i]
+
+
 @serial
 def prepare_frames(mean, shift, frames):
     """Fill in frames of means, float32 (m, head_dim), which are scaled, and shifts, uint8 (m, head_dim)."""
     flat, n = mean.reshape(-1), mean.shape[1]
-    log = log_of_block(n)
+    log, row, scratch = log_of_keys(n, frames), np.empty(n, np.float32), np.empty(n, np.float32)
     for k in range(len(mean)):
         orders = np.uint8(0)
         for i in range(n):
@@ -154,6 +199,11 @@ def prepare_frames(mean, shift, frames):
             frames.powers[k * n + i] = _power(-np.int64(shift[k, i]))
             flat[k * n + i] *= frames.powers[k * n + i]
         frames.scaled[k] = orders != 0
+        for i in range(n):
+            row[i] = flat[k * n + i]
+        order_row(row, n, frames, k, scratch)
+        for i in range(n):
+            flat[k * n + i] = row[i]
         frames.most[k] = _largest(flat, k * n, n)
         _sum_whole(flat, k * n, n, log, _unit_exponent(frames.most[k], log), frames.sums)
 
@@ -262,6 +312,8 @@ def encode_vector(x, start, bits, guess, step, codes, sizes):
     `step`: that byte, of a vector that was read from codes of this width and stays what it is; or RAW or
     DECODED.
     """
+    if bits >= PROFILE:
+        return _encode_in_blocks(x, start, bits, step, codes, sizes)
     n = codes.size
     largest = _largest(x, start, n)
     byte, exponent = 0, _exponent(largest * _ABOVE)
@@ -293,4 +345,117 @@ def encode_vector(x, start, bits, guess, step, codes, sizes):
         for i in range(0, n, LANES):
             whole = nearest(load(x, start + i) * by)
             store_cut(codes, i, minimum(high, maximum(low, whole * scale + shift)))
+    return byte
+
+
+@helper
+def width_of_block(profile, block):
+    """Return the width of one of the four blocks of a profile."""
+    return profile >> (12 - 4 * block) & 15
+
+
+@helper
+def coded_blocks(profile):
+    """Return how many blocks, the first, have codes."""
+    blocks = 4
+    while width_of_block(profile, blocks - 1) == 0:
+        blocks -= 1
+    return blocks
+
+
+@helper
+def _block_error(sizes, n, profile, blocks, byte, in_units):
+    """Sum the errors of sizes on the grids of a step, weighted by block: a whole number below 2**24."""
+    each, step, sums = n // 4, STEP_OF[byte] * in_units, splat(_ZERO)
+    most, zero = splat(_MOST_ERROR[n // 64]), splat(_ZERO)
+    for block in range(blocks):
+        width, first = width_of_block(profile, block), block * each
+        weight = splat(_WEIGHTS[block])
+        if width == 8:
+            reach = splat(np.floor(step * np.float32(256)))
+            for i in range(first, first + each, LANES):
+                off = minimum(most, maximum(zero, load(sizes, i) - reach))
+                sums = sums + weight * (off * off)
+            continue
+        s = splat(min(np.floor(step * FACTORS[width]), np.float32(511 >> (width - 1))))
+        s2 = s + s
+        s4 = s2 + s2
+        s8 = s4 + s4
+        for i in range(first, first + each, LANES):
+            a = load(sizes, i)
+            if width == 4:
+                a = magnitude(magnitude(a - s8) - s4)
+            off = minimum(most, magnitude(magnitude(a - s2) - s))
+            sums = sums + weight * (off * off)
+    return total(sums)
+
+
+@helper
+def _search_in_blocks(x, start, n, profile, blocks, largest, exponent, sizes):
+    """Return the step byte: `kvlab.reference.blocks.search_block_step`, 0 if there is none."""
+    top = min(exponent, _BLOCK_TOP)
+    if width_of_block(profile, blocks - 1) == 8:
+        wanted = largest * _power(top - exponent - 8)
+        word = half_of(wanted)
+        return max((np.int64(word) + (float_of_half(word) < wanted) + 127) >> 7, 1)
+    if exponent < -14:  # a 64th of the largest element is less than half of the least step
+        return 0
+    used = blocks * n // 4
+    _take_sizes(x, start, used, _power(8 - exponent), sizes)
+    squares, half, quarter = splat(_ZERO), splat(_HALF), splat(np.float32(0.25))
+    for i in range(0, used, LANES):
+        size = nearest(load(sizes, i) * half - quarter)  # rounded down
+        squares = squares + size * size
+    mean = total(squares) / np.float32(used)
+    near = np.int64(half_of(np.sqrt(mean) * _power(top - 13)))
+    if near < 64:
+        return 0
+    in_units, best = _power(8 - top), max(near >> 7, 3)
+    least = _block_error(sizes, n, profile, blocks, best, in_units)
+    above = _block_error(sizes, n, profile, blocks, best + 1, in_units)
+    by = -1
+    if above < least:
+        by, least, best = 1, above, best + 1
+    for _ in range(2):
+        error = _block_error(sizes, n, profile, blocks, best + by, in_units)
+        if not error < least:
+            break
+        least, best = error, best + by
+    return best
+
+
+@helper
+def _encode_in_blocks(x, start, profile, step, codes, sizes):
+    """Make the codes of a key in blocks: as `encode_vector`, of which it is a case."""
+    n, blocks = codes.size, coded_blocks(profile)
+    each, finite = n // 4, _largest(x, start, n)
+    largest = _largest(x, start, blocks * each)
+    byte, exponent = 0, _exponent(largest * _ABOVE)
+    if step >= 0:
+        byte, exponent = step, 0
+    elif np.isnan(finite):
+        byte = _NAN_STEP
+    elif largest > _ZERO:
+        byte = _search_in_blocks(x, start, n, profile, blocks, largest, exponent, sizes)
+    for block in range(4):
+        width, first = width_of_block(profile, block), block * each
+        if width == 0 or byte == 0 or byte == _NAN_STEP:
+            for i in range(first, first + each):
+                codes[i] = np.uint32(1 << width >> 1)
+            continue
+        half = STEP_OF[byte] * FACTORS[width]
+        unit = _exponent(half) - _BLOCK_PARTS[width]
+        in_units = _power(min(_BLOCK_TOP - exponent, 0) - unit)
+        reciprocal, middle = _HALF / (half * _power(-unit)), np.float32(1 << (width - 1))
+        shift, low, high = splat(middle + _HALF * reciprocal), splat(_ZERO), splat(middle + middle - _ONE)
+        if width == 8:
+            by, scale = splat(in_units * _power(-24)), splat(reciprocal * _power(24))
+            for i in range(first, first + each, LANES):
+                whole = through_half(load(x, start + i) * by)
+                store_cut(codes, i, minimum(high, maximum(low, whole * scale + shift)))
+        else:
+            by, scale = splat(in_units), splat(reciprocal)
+            for i in range(first, first + each, LANES):
+                whole = nearest(load(x, start + i) * by)
+                store_cut(codes, i, minimum(high, maximum(low, whole * scale + shift)))
     return byte

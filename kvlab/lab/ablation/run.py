@@ -200,12 +200,12 @@ def pages_of(cache: MixedPrecisionCache) -> list[LayerPages]:
 
 def _memory(case: AblationCase, packed: list[LayerPages], nbytes: int) -> dict[str, Any]:
     """Bytes as they are stored; widths as they were allocated."""
-    tokens: dict[int, int] = {}  # K and V are counted apart, for their widths may differ
+    tokens: dict[float, int] = {}  # K and V are counted apart, for their widths may differ
     for pages in packed:
         live = np.arange(pages.rung.shape[2]) < pages.num_pages[..., None]
         held = np.bincount(pages.rung[live], pages.count[live], len(pages.layouts))
         for layout, count in zip(pages.layouts, held, strict=True):
-            for width in (layout.bits_k, layout.bits_v):
+            for width in (sum(layout.blocks) / 4, layout.bits_v):
                 tokens[width] = tokens.get(width, 0) + int(count)
     total = sum(tokens.values())
     fp16 = case.geometry.fp16_nbytes(case.context_length)

@@ -48,7 +48,9 @@ def unpack_pages(pages: LayerPages) -> LayerPages:
     layouts, pools = [], []
     for r, (layout, pool) in enumerate(zip(pages.layouts, pages.pools, strict=True)):
         mine = live & (pages.rung == r)
-        wide = replace(layout, bits_k=_widened(layout.bits_k), bits_v=_widened(layout.bits_v))
+        if layout.in_blocks:
+            raise NotImplementedError(f"pages of profile {layout.bits_k}: only widths can be unpacked")
+        wide = replace(layout, bits_k=_widened(layout.blocks[0]), bits_v=_widened(layout.bits_v))
         index[mine] = np.arange(mine.sum())
         layouts.append(wide)
         pools.append(_unpack_pool(pool[pages.index[mine]], layout, wide))
@@ -83,7 +85,7 @@ def _unpack_pool(source: Bytes, layout: PageLayout, wide: PageLayout) -> Bytes:
     pool[:, wide.k_steps : wide.v_codes] = source[:, layout.k_steps : layout.v_codes]
     pool[:, wide.v_steps :] = source[:, layout.v_steps :]
     for side, bits, start, end in (
-        ("k", layout.bits_k, (layout.k_codes, layout.k_steps), (wide.k_codes, wide.k_steps)),
+        ("k", layout.blocks[0], (layout.k_codes, layout.k_steps), (wide.k_codes, wide.k_steps)),
         ("v", layout.bits_v, (layout.v_codes, layout.v_steps), (wide.v_codes, wide.v_steps)),
     ):
         if bits in (8, 16):

@@ -43,11 +43,11 @@ def _places(layouts: tuple[Layout, ...], dtype: str, rows: int) -> NDArray[np.in
 
     table = np.zeros((len(layouts), cpu_page.PLACE_FIELDS), np.int64)
     for place, layout in zip(table, layouts, strict=True):
-        k, v = (dtype if bits == 16 else str(bits) for bits in (layout.bits_k, layout.bits_v))
+        k, v = (_kind(bits, dtype) for bits in (layout.bits_k, layout.bits_v))
         place[cpu_page.RECORD] = layout.nbytes
         place[cpu_page.V_CODES] = layout.v_codes
-        place[cpu_page.K_STEPS] = layout.k_steps if layout.bits_k < 16 else -1
-        place[cpu_page.V_STEPS] = layout.v_steps if layout.bits_v < 16 else -1
+        place[cpu_page.K_STEPS] = layout.k_steps if layout.bits_k != 16 else -1
+        place[cpu_page.V_STEPS] = layout.v_steps if layout.bits_v != 16 else -1
         place[cpu_page.POSITIONS] = layout.positions
         if rows:
             functions = cpu_fragments.key_product(k, rows), cpu_fragments.value_product(v, rows)
@@ -57,15 +57,54 @@ def _places(layouts: tuple[Layout, ...], dtype: str, rows: int) -> NDArray[np.in
     return table
 
 
+def _kind(width: Any, dtype: str) -> str:
+    """Return what kernels call the codes of a side."""
+    if isinstance(width, tuple):
+        return "".join(map(str, width))
+    return dtype if width == 16 else str(width)
+
+
+def _exponents_of(pages: Pages, pairs: int) -> NDArray[np.int32]:
+    """Return those of K and V, (pairs, 2); a cache without profiles has none."""
+    exponents: NDArray[np.int32] = np.zeros((pairs, 2), np.int32)
+    if math.prod(pages.exponent.shape):
+        exponents[...] = np.asarray(pages.exponent).reshape(pairs, 2)
+    return exponents
+
+
+def _frame_of(pages: Pages, pairs: int, head_dim: int) -> tuple[int, tuple[NDArray[Any], ...]]:
+    """Return the block in which keys are rotated, and their frame: mean, scales, order, factors of queries.
+
+    All that a query is multiplied by on its way to coded keys has the exponent of keys in it.
+    """
+
+    def of_pairs(x: Any, kind: type) -> NDArray[Any]:
+        return np.ascontiguousarray(np.asarray(x, kind).reshape(pairs, x.shape[-1]))
+
+    exponent = _exponents_of(pages, pairs)[:, :1]
+    mean = np.ldexp(of_pairs(pages.k_mean, np.float32), exponent)
+    scales = np.ldexp(np.float32(1), of_pairs(pages.k_shift, np.int32))
+    if not any(layout.in_blocks for layout in pages.layouts):
+        block, order = head_dim & -head_dim, np.tile(np.arange(head_dim), (pairs, 1))
+        factors = np.full((pairs, head_dim), 1 / math.sqrt(block), np.float32)
+    else:
+        each, order = head_dim // 4, of_pairs(pages.k_order, np.int64)
+        block = each & -each
+        log = block.bit_length() - 1
+        inverse = np.ldexp(np.float32(1), (log + 1) // 2 - log) / of_pairs(pages.k_gain, np.float32)
+        factors = np.repeat(inverse, each, axis=1)
+    return block, (mean, scales, order, np.ldexp(factors, exponent))
+
+
 class _CpuCall(NamedTuple):
-    """A call as the CPU kernels take it; pairs are batch * num_heads_kv, `rotation` a block and a factor."""
+    """A call as the CPU kernels take it; pairs are batch * num_heads_kv."""
 
     queries: NDArray[np.float32]  # (batch, seqlen_q, num_heads_q, head_dim)
-    frame: tuple[NDArray[np.float32], NDArray[np.float32]]  # mean and scales of keys, (pairs, head_dim)
+    block: int  # in which keys are rotated
+    frame: tuple[NDArray[Any], ...]  # mean, scales, order and factors of keys, (pairs, head_dim)
     table: tuple[NDArray[Any], ...]  # rung, count, index (pairs, entries); num_pages (pairs,)
     base: NDArray[np.uint16]  # (pairs, entries), or (pairs, 0) without a window
     lowest: NDArray[np.int64]  # (batch, seqlen_q): the first position that a query token sees
-    rotation: tuple[int, np.float32]
     scale: float
     softcap: np.float32
     kept: NDArray[np.float32]  # (pairs, quads, kept rows, 64), to be filled
@@ -147,21 +186,18 @@ def attend_into(
     )
     index = index.view(np.uint32)
     num_pages = np.ascontiguousarray(pages.num_pages).reshape(pairs)
-    block = head_dim & -head_dim  # of the rotation: the largest power of two that divides it
     base, lowest = np.zeros((pairs, 0), np.uint16), np.zeros((batch, seqlen_q), np.int64)
     if window:
         base = np.ascontiguousarray(pages.base).reshape(pairs, entries).view(np.uint16)
         lowest += to_numpy_view(window.first, "first_position")[:, None] + np.arange(seqlen_q) - window.left
+    key_block, frame = _frame_of(pages, pairs, head_dim)
     call = _CpuCall(
         queries=np.ascontiguousarray(view, np.float32),
-        frame=(
-            np.asarray(pages.k_mean, np.float32).reshape(pairs, head_dim),
-            np.ldexp(np.float32(1), np.asarray(pages.k_shift, np.int32)).reshape(pairs, head_dim),
-        ),
+        block=key_block,
+        frame=frame,
         table=(rung, count, index, num_pages),
         base=base,
         lowest=lowest,
-        rotation=(block, np.float32(1 / math.sqrt(block))),
         scale=scale,
         softcap=np.float32(softcap),
         kept=scores.reshape(pairs, *scores.shape[2:]),
@@ -170,7 +206,9 @@ def attend_into(
     )
     attend_rows = _attend_few_rows if query_rows <= FEW_ROWS else _attend_many_rows
     parts = attend_rows(call, pages, pairs, query_rows)
-    merge_parts(*parts, *call.rotation, out, lse)
+    block = head_dim & -head_dim  # of the rotation of values: the largest power of two that divides it
+    exponent = _exponents_of(pages, pairs)[:, 1]
+    merge_parts(*parts, block, np.ldexp(np.float32(1 / math.sqrt(block)), exponent), out, lse)
 
 
 _Parts = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]
@@ -187,7 +225,7 @@ def _attend_few_rows(call: _CpuCall, pages: Pages, pairs: int, query_rows: int) 
     coded, raw = np.empty((2, pairs, blocks, head_dim // 16, 2, 2, rows, 4), np.float32)
     bias, lowest = np.empty((pairs, blocks, rows), np.float32), call.lowest_of_rows(pairs, blocks, rows)
     unit = np.float32(call.scale if call.softcap else call.scale * kernels.LOG2_E)
-    kernels.lay_out_queries(call.queries, unit, call.frame, *call.rotation, coded, raw, bias)
+    kernels.lay_out_queries(call.queries, unit, call.frame, call.block, coded, raw, bias)
     splits = call.splits(pairs * blocks, _ITEMS, _QUADS_PER_ITEM)
     parts = np.empty((2, pairs, blocks, splits, rows, head_dim), np.float32)
     row_max, row_sum = np.empty((2, pairs, blocks, splits, rows), np.float32)
@@ -208,7 +246,7 @@ def _attend_many_rows(call: _CpuCall, pages: Pages, pairs: int, query_rows: int)
     rows = min(panels, kernels.PANELS) * kernels.PANEL
     coded, raw = np.empty((2, pairs, panels, (head_dim + 1) * kernels.PANEL), np.float32)
     lowest = call.lowest_of_rows(pairs, panels, kernels.PANEL)
-    kernels.lay_out_panels(call.queries, np.float32(call.scale), call.frame, *call.rotation, coded, raw)
+    kernels.lay_out_panels(call.queries, np.float32(call.scale), call.frame, call.block, coded, raw)
     # Two parts for each range of quads: those with coded values and those with raw ones.
     shape = (pairs, blocks, 2 * call.splits(pairs * blocks, _ITEMS // 4, 4 * _QUADS_PER_ITEM), rows)
     parts, (row_max, row_sum) = np.zeros((2, *shape, head_dim), np.float32), np.empty((2, *shape), np.float32)

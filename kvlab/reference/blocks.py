@@ -1,0 +1,264 @@
+"""Keys in blocks of channels, in NumPy: page format version 3 where a ladder has profiles.
+
+A *profile* is four widths from 0, 2, 4 and 8 that do not increase, one for each *block*, a quarter of the
+channels. Which channels a block has is the frame's `order`: rotary pairs i and i + d / 2, those with the most
+energy first. A key is taken into its frame, put in order, and transformed within each block; then every block
+is multiplied by its `gain`, which brings the frame's tokens to a root mean square of 16 in every block. So
+blocks are alike, and a token has one step for all of them. Its elements are
+
+    value = (2 code + 1 - 2**width) * FACTORS[width] * step
+
+whole numbers below 256 times a step, which keep the cells of a Gaussian in proportion: those of 2 bits are
+32 times as wide as those of 8. A block of width 0 has no codes, and its elements are 0.
+
+*The step* is found from the root mean square of the elements: of the bytes next to a 64th of it, and up to
+two more on the better side, the one of least error is kept, where errors of the first block count 8, then 2,
+1 and 1. Elements are whole numbers of 9 bits for that, an error counts as `MOST_ERROR` at most: so sums are
+whole numbers below 2**24, exact in any order. In a profile without 2 and 4 it is the least step whose grid
+reaches the largest element, as in one basis.
+
+*The codes* of neighbouring blocks of one width are the code region of a page of as many channels; those of
+the widest come first.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlab.reference.codec import hadamard_matrix
+from kvlab.reference.pages import (
+    CODE_PARTS,
+    NAN_STEP,
+    STEPS,
+    bit_address,
+    code_words,
+    exponent_above,
+    grid_codes,
+    grid_values,
+    narrow,
+    rotate_sums,
+    sizes_of,
+    times_power,
+    to_units,
+    widen,
+)
+
+__all__ = [
+    "BLOCKS",
+    "FACTORS",
+    "RMS",
+    "KeyFrame",
+    "Run",
+    "decode_blocks",
+    "encode_blocks",
+    "profile_bits",
+    "profile_words",
+    "query_in_blocks",
+    "rotate_in_blocks",
+    "runs_of",
+    "search_block_step",
+]
+
+BLOCKS = 4
+FACTORS = {0: 0, 2: 32, 4: 12, 8: 1}
+"""Half a cell of each width, in steps."""
+RMS = 16
+"""Root mean square of elements: so large that steps of tokens far smaller have all their bits."""
+MOST_ERROR = {64: 255, 128: 180, 192: 147, 256: 127}
+"""What the error of an element counts at most in the search, by head_dim."""
+WEIGHTS = np.array([8, 2, 1, 1], np.float32)
+"""What an error in each block counts."""
+_TOP = 17  # the exponent of a vector that has been halved
+_BLOCK_PARTS = CODE_PARTS | {4: 5}
+
+Profile = tuple[int, ...]
+Int64 = NDArray[np.int64]
+
+
+class KeyFrame(NamedTuple):
+    """The frame of the keys of one (row, KV head)."""
+
+    mean: NDArray[np.float16]  # (d,), of keys divided by 2**exponent
+    shift: NDArray[np.uint8]  # (d,)
+    exponent: int
+    order: NDArray[np.uint8]  # (d,), the channel at each place
+    gain: NDArray[np.float32]  # (4,), of 11 significant bits
+
+
+class Run(NamedTuple):
+    """Neighbouring blocks of one width."""
+
+    width: int
+    first: int
+    """The first channel, in order."""
+    channels: int
+    word: int
+    """Where their words of 32 lanes begin in the code region."""
+
+
+def runs_of(profile: Profile, head_dim: int) -> list[Run]:
+    """Return the runs of a profile that have codes.
+
+    Examples
+    --------
+    >>> [tuple(run) for run in runs_of((8, 4, 4, 0), 64)]
+    [(8, 0, 16, 0), (4, 16, 32, 2)]
+    """
+    found, first, word = [], 0, 0
+    for width, blocks in groupby(profile):
+        channels = len(list(blocks)) * head_dim // BLOCKS
+        if width:
+            found.append(Run(width, first, channels, word))
+            word += code_words(width, channels)
+        first += channels
+    return found
+
+
+def profile_words(profile: Profile, head_dim: int) -> int:
+    """Return how many words of 32 lanes the codes of a profile take.
+
+    Examples
+    --------
+    >>> [profile_words(p, 64) for p in ((4, 2, 2, 0), (4, 4, 2, 2), (8, 4, 4, 4), (8, 8, 8, 8))]
+    [2, 3, 5, 8]
+    """
+    return sum(code_words(run.width, run.channels) for run in runs_of(profile, head_dim))
+
+
+def profile_bits(profile: Profile, head_dim: int) -> list[tuple[Run, Int64]]:
+    """Say where each bit of each code is in a code region: by run, (16, channels, width)."""
+    return [
+        (run, bit_address(run.width, run.channels, "k") + 1024 * run.word)
+        for run in runs_of(profile, head_dim)
+    ]
+
+
+def rotate_in_blocks(k: NDArray[np.float32], frame: KeyFrame, dtype: str) -> NDArray[np.float32]:
+    """Take raw keys (n, head_dim) to the elements that pages keep, in order.
+
+    Keys are divided by 2**shift, in the cache's dtype, then by 2**exponent, and put in order. `rotate_sums`
+    transforms blocks as if each were a head, but with one unit, found from the largest element of the vector.
+    A sum of 11 significant bits times a gain of 11 is exact.
+
+    Examples
+    --------
+    >>> none = np.zeros(64, np.uint8)
+    >>> order, gain = np.arange(64, dtype=np.uint8), np.ones(4, np.float32)
+    >>> frame = KeyFrame(none.astype(np.float16), none, 0, order, gain)
+    >>> rotate_in_blocks(np.ones((1, 64), np.float32), frame, "float16")[0, ::16]
+    array([4., 4., 4., 4.], dtype=float32)
+    """
+    power = np.ldexp(np.float32(1), -frame.shift.astype(np.int32))
+    with np.errstate(invalid="ignore"):
+        scaled = widen(narrow(k * power, dtype), dtype)
+    scaled, mean = np.ldexp(scaled, -frame.exponent), frame.mean.astype(np.float32) * power
+    sums = rotate_sums(scaled[:, frame.order], mean[frame.order], BLOCKS)
+    return sums * np.repeat(frame.gain, k.shape[1] // BLOCKS)
+
+
+def query_in_blocks(q: NDArray[np.floating[Any]], frame: KeyFrame) -> tuple[NDArray[np.float64], Any]:
+    """Return what queries (n, head_dim) are for elements, in float64, and their product with the mean.
+
+    q . k = 2**exponent * (query . element + product), but for what is lost in codes.
+    """
+    scaled = np.ldexp(np.asarray(q, np.float64), frame.shift.astype(np.int64))
+    n = q.shape[1] // BLOCKS
+    blocks = scaled[:, frame.order].reshape(len(q), BLOCKS, n) @ hadamard_matrix(n)
+    log = (n & -n).bit_length() - 1
+    gain = frame.gain.astype(np.float64) * np.sqrt(0.5) ** (log % 2)
+    return (blocks / gain[:, None]).reshape(len(q), -1), np.asarray(q, np.float64) @ frame.mean.astype(
+        np.float64
+    )
+
+
+def search_block_step(x: NDArray[np.float32], profile: Profile, largest: NDArray[np.float32]) -> Int64:
+    """Return the step byte of elements (n, head_dim): 0 where a 64th of their root mean square has none.
+
+    `largest` is that of the blocks that have codes, finite and above 0. Only float32 operations, each rounded
+    once; sums are of whole numbers up to 2**24.
+    """
+    if set(profile) <= {0, 8}:
+        wanted = largest * np.float32(2**-8)
+        near = wanted.astype(np.float16).view(np.uint16).astype(np.int64)
+        up = near.astype(np.uint16).view(np.float16).astype(np.float32) < wanted
+        least_step: Int64 = np.maximum((near + up + 127) >> 7, 1)
+        return least_step
+    unit = exponent_above(largest) - 8
+    coded = [b for b in range(BLOCKS) if profile[b]]
+    sizes = sizes_of(x, unit).reshape(len(x), BLOCKS, -1)[:, coded]
+    mean = np.square(np.floor(sizes / 2)).sum((1, 2)) / np.float32(sizes[0].size)
+    guess = np.ldexp(np.sqrt(mean), unit - 5)
+    most = MOST_ERROR[x.shape[1]]
+    near = guess.astype(np.float16).view(np.uint16).astype(np.int64)
+
+    def error(byte: Int64) -> NDArray[np.float32]:
+        sums = np.zeros(len(x), np.float32)
+        with np.errstate(over="ignore"):  # steps far above all elements
+            step = np.ldexp(STEPS[byte], -unit)
+        for b, size in zip(coded, np.moveaxis(sizes, 1, 0), strict=True):
+            width = profile[b]
+            with np.errstate(over="ignore"):
+                whole, reach = np.floor(step * np.float32(FACTORS[width])), np.floor(step * np.float32(256))
+            if width == 8:
+                off = size - reach[:, None]
+            else:
+                whole = np.minimum(whole, 511 >> (width - 1))[:, None]
+                off = np.abs(size - grid_values(grid_codes(size, np.maximum(whole, 1), width), whole, width))
+            sums += WEIGHTS[b] * np.square(np.clip(off, 0, most)).sum(1)
+        return sums
+
+    below = np.maximum(near >> 7, 3)
+    low, least = error(below), error(below + 1)
+    upwards = least < low
+    best, least = below + upwards, np.minimum(low, least)
+    for _ in range(2):
+        beyond = best + np.where(upwards, 1, -1)
+        better = error(beyond) < least
+        best, least = np.where(better, beyond, best), np.where(better, error(beyond), least)
+        # Where it was no better, the next round tries the same byte again, and nothing changes.
+    return np.where(near >= 64, best, 0)
+
+
+def encode_blocks(x: NDArray[np.float32], profile: Profile) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Encode elements (n, head_dim), in order: codes (n, head_dim), 0 where there are none, and step bytes.
+
+    A vector that is too large for the highest steps, with elements of 2**18 or nearly so, is halved until it
+    is not. One with NaN or infinity has step NaN; one whose blocks with codes are all zero has step 0.
+    """
+    width = np.repeat(profile, x.shape[1] // BLOCKS)
+    codes = np.where(width > 0, 1 << np.maximum(width - 1, 0), 0) + np.zeros(x.shape, np.int64)
+    byte = np.zeros(len(x), np.uint8)
+    finite = np.isfinite(x).all(axis=1)
+    byte[~finite] = NAN_STEP
+    coded = width > 0
+    usual = np.flatnonzero(finite & (x[:, coded] != 0).any(axis=1))
+    if not len(usual):
+        return codes.astype(np.uint8), byte
+    x = x[usual]
+    largest = np.abs(x[:, coded]).max(axis=1)
+    down = np.minimum(_TOP - exponent_above(largest), 0)
+    x, largest = times_power(x, down), np.ldexp(largest, down)
+    found = search_block_step(x, profile, largest)
+    byte[usual] = found
+    usual, x, step = usual[found > 0], x[found > 0], STEPS[found[found > 0]]
+    for run in runs_of(profile, x.shape[1]):
+        own = slice(run.first, run.first + run.channels)
+        half = step * np.float32(FACTORS[run.width])
+        unit = np.frexp(half)[1] - 1 - _BLOCK_PARTS[run.width]
+        whole = to_units(times_power(x[:, own], -unit))
+        codes[usual, own] = grid_codes(whole, np.ldexp(half, -unit)[:, None], run.width)
+    return codes.astype(np.uint8), byte
+
+
+def decode_blocks(codes: NDArray[Any], step: NDArray[np.uint8], profile: Profile) -> NDArray[np.float32]:
+    """Return the elements (n, head_dim) that codes and step bytes stand for: exact."""
+    n = codes.shape[1] // BLOCKS
+    parts = [
+        grid_values(codes[:, b * n : (b + 1) * n], STEPS[step][:, None] * np.float32(FACTORS[width]), width)
+        for b, width in enumerate(profile)
+    ]
+    return np.concatenate(parts, axis=1)

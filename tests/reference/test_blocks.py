@@ -1,0 +1,216 @@
+"""Keys in blocks: what the oracle keeps of them, against float64, and that products with queries stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from kvlab.cache.frame import exponent_of, key_gain, key_mean, key_order, key_shift
+from kvlab.reference import blocks
+from kvlab.reference.blocks import FACTORS, KeyFrame, decode_blocks, encode_blocks, rotate_in_blocks
+from kvlab.reference.pages import STEPS, rotate_values
+from kvlab.reference.records import decode_page, encode_page
+from tests.strategies import SEEDS
+
+PROFILES = [(4, 2, 2, 0), (4, 4, 2, 2), (8, 4, 2, 2), (8, 4, 4, 4), (8, 8, 8, 8), (2, 2, 2, 2), (8, 8, 0, 0)]
+HEAD_DIMS = (64, 128, 192, 256)
+ERROR = {2: 0.14, 4: 0.0125, 8: 2e-4}
+"""Relative error of Gaussian elements: that of a width where a step serves it alone, and a fifth more."""
+
+
+def keys(rng: np.random.Generator, n: int, head_dim: int, dtype: str = "float16") -> NDArray[np.float32]:
+    """Keys with a mean, whose pairs have energies from 1 to 1/3000."""
+    half = rng.permutation(head_dim // 2)
+    size = np.tile(np.exp(-half * 8 / head_dim), 2)
+    k = rng.standard_normal((n, head_dim)) * size + rng.standard_normal(head_dim) * 3 * size
+    return k.astype(np.float16).astype(np.float32) if dtype == "float16" else k.astype(np.float32)
+
+
+def frame_of(k: NDArray[np.float32], asked: NDArray[np.float32] | None = None) -> KeyFrame:
+    row = k[:, None]
+    asked = np.zeros((1, k.shape[1]), np.float32) if asked is None else asked[None]
+    exponent = exponent_of(row)
+    mean = key_mean(row, exponent)
+    shift = key_shift(row, mean, asked, exponent)
+    order = key_order(row, mean, asked, exponent)
+    gain = key_gain(row, mean, shift, order, exponent)
+    return KeyFrame(mean[0], shift[0], int(exponent[0]), order[0], gain[0])
+
+
+def restored(z: NDArray[np.float32], frame: KeyFrame) -> NDArray[np.float64]:
+    """Keys of float64 from elements: queries of the identity."""
+    query, product = blocks.query_in_blocks(np.eye(z.shape[1]), frame)
+    restored: NDArray[np.float64] = np.ldexp(z.astype(np.float64) @ query.T + product, frame.exponent)
+    return restored
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_every_bit_of_a_code_has_a_place_of_its_own(profile: tuple[int, ...], head_dim: int) -> None:
+    places = np.concatenate([at.ravel() for _, at in blocks.profile_bits(profile, head_dim)])
+    assert np.unique(places).size == places.size == 16 * head_dim * sum(profile) // 4
+    assert places.max() < 1024 * blocks.profile_words(profile, head_dim)
+
+
+@given(SEEDS, st.sampled_from(HEAD_DIMS), st.sampled_from(["float16", "bfloat16", "float32"]))
+def test_products_with_queries_are_those_of_raw_keys(seed: int, head_dim: int, dtype: str) -> None:
+    rng = np.random.default_rng(seed)
+    k, asked = keys(rng, 80, head_dim), rng.random(head_dim, dtype=np.float32)
+    k[:, [3, 3 + head_dim // 2]] *= 64  # a large pair
+    frame = frame_of(k, asked)
+    assert frame.shift.any()
+    z = rotate_in_blocks(k, frame, "float32")
+    query, product = blocks.query_in_blocks(q := rng.standard_normal((5, head_dim)), frame)
+    scores = np.ldexp(query @ z.T.astype(np.float64) + product[:, None], frame.exponent)
+    size = np.abs(q) @ np.abs(k.T.astype(np.float64))
+    assert (np.abs(scores - q @ k.T) <= 2**-11 * size).all()
+    other = frame._replace(order=np.roll(frame.order, 1))
+    wrong, _ = blocks.query_in_blocks(q, other)
+    assert (np.abs(np.ldexp(wrong @ z.T + product[:, None], frame.exponent) - q @ k.T) > 2**-11 * size).any()
+
+
+@given(SEEDS, st.sampled_from(HEAD_DIMS))
+def test_frames_are_permutations_and_numbers_of_11_bits(seed: int, head_dim: int) -> None:
+    k = keys(np.random.default_rng(seed), 64, head_dim)
+    frame, half = frame_of(k), head_dim // 2
+    assert (np.sort(frame.order) == np.arange(head_dim)).all()
+    places = frame.order.reshape(4, 2, half // 4).astype(int)
+    assert (places[:, 0] + half == places[:, 1]).all()
+    energy = np.square(k[4:] - frame.mean.astype(np.float64)).sum(0)
+    pairs = (energy[:half] + energy[half:])[places[:, 0].ravel()]
+    assert (np.diff(pairs) <= 1e-9 * pairs[0]).all()
+    assert not (frame.gain.view(np.uint32) & 0x1FFF).any()
+    z = rotate_in_blocks(k[4:], frame, "float32").reshape(60, 4, -1)
+    assert np.allclose(np.sqrt(np.square(z).mean((0, 2))), blocks.RMS, rtol=2e-3)
+
+
+def test_ties_go_to_the_lower_channel_and_few_tokens_give_no_order() -> None:
+    k = np.tile(np.float32([1, -1]), 32)[:, None, None].repeat(64, 2)
+    assert (
+        key_order(k, key_mean(k), np.ones((1, 64), np.float32))[0, :16] == [*range(8), *range(32, 40)]
+    ).all()
+    few = frame_of(keys(np.random.default_rng(0), 9, 64))
+    assert (few.order == key_order(k, key_mean(k), np.ones((1, 64), np.float32))[0]).all()
+    assert (few.gain == few.gain[0]).all()
+    nothing = frame_of(np.zeros((64, 64), np.float32))
+    assert (nothing.gain == 1).all()
+    wild = frame_of(np.full((64, 64), np.nan, np.float32))
+    assert np.isfinite(wild.gain).all()
+    assert (np.sort(wild.order) == np.arange(64)).all()
+
+
+@given(SEEDS, st.sampled_from(HEAD_DIMS), st.sampled_from(PROFILES))
+def test_codes_are_those_of_the_nearest_values(seed: int, head_dim: int, profile: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(seed)
+    z = (rng.standard_normal((20, head_dim)) * 2.0 ** rng.integers(-8, 13, (20, 1))).astype(np.float32)
+    z[0], z[1, 0], z[2, 5] = 0, np.nan, 2.0**90
+    codes, byte = encode_blocks(z, profile)
+    assert byte[0] == 0
+    assert byte[1] == 0xFF
+    step = STEPS[byte].astype(np.float64)
+    for b, width in enumerate(profile):
+        own = slice(b * head_dim // 4, (b + 1) * head_dim // 4)
+        if not width:
+            assert not codes[:, own].any()
+            continue
+        assert codes[:, own].max() < 2**width
+        half = step[3:, None] * FACTORS[width]
+        grid = (2.0 * np.arange(2**width) + 1 - 2**width) * half[..., None]
+        off = np.abs(z[3:, own, None] - grid)
+        mine = np.take_along_axis(off, codes[3:, own, None].astype(int), 2)[..., 0]
+        # Elements are rounded to 11 bits of a whole number before they become codes.
+        assert (mine <= off.min(2) + 2**-4 * half + 2**-10 * np.abs(z[3:, own])).all()
+
+
+@given(SEEDS, st.sampled_from(HEAD_DIMS), st.sampled_from(PROFILES))
+def test_the_step_is_nearly_the_best(seed: int, head_dim: int, profile: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(seed)
+    z = rng.standard_normal((50, 4, head_dim // 4)) * rng.uniform(0.7, 1.4, (50, 4, 1)) * 16
+    z = z.reshape(50, -1).astype(np.float32)
+    codes, byte = encode_blocks(z, profile)
+
+    def error(found: NDArray[np.float32]) -> Any:
+        squares = np.square(found - z).reshape(50, 4, -1)[:, np.array(profile) > 0]
+        return squares.sum(2) @ blocks.WEIGHTS[np.array(profile) > 0]
+
+    every = []
+    for shift in range(-6, 7):
+        other, parts = byte.astype(int) + shift, []
+        for b, width in enumerate(profile):
+            own = z[:, b * head_dim // 4 : (b + 1) * head_dim // 4]
+            half = STEPS[other][:, None] * FACTORS[width]
+            top = 2**width - 1
+            code = np.clip(np.floor(own / np.maximum(2 * half, 1e-9)) + 2**width // 2, 0, top)
+            parts.append((2 * code + 1 - 2**width) * half)
+        every.append(error(np.concatenate(parts, 1)))
+    mine, best = error(decode_blocks(codes, byte, profile)), np.min(every, axis=0)
+    limit = 1.6 if set(profile) <= {0, 8} else 1.15
+    assert mine.mean() <= limit * best.mean()
+    assert every[0].mean() > limit * best.mean()
+    assert every[-1].mean() > limit * best.mean()
+
+
+@given(SEEDS, st.sampled_from(HEAD_DIMS), st.sampled_from(PROFILES), st.floats(-8, 4))
+def test_errors_of_blocks_are_those_of_their_widths(
+    seed: int, head_dim: int, profile: tuple[int, ...], scale: float
+) -> None:
+    """Tiny and huge keys come back as well as others."""
+    rng = np.random.default_rng(seed)
+    k = keys(rng, 128, head_dim, "float32") * np.float32(10.0**scale)
+    frame = frame_of(k)
+    z = rotate_in_blocks(k, frame, "float32")
+    codes, byte = encode_blocks(z, profile)
+    found = decode_blocks(codes, byte, profile).astype(np.float64)
+    errors = np.square(found - z).reshape(128, 4, -1).sum((0, 2)) / np.square(z).reshape(128, 4, -1).sum(
+        (0, 2)
+    )
+    for width, error in zip(profile, errors, strict=True):
+        assert error <= (1.5 * ERROR[width] if width else 1.0001)
+    assert not frame.shift.any()
+    whole = restored(found, frame)
+    largest = np.square(k - k[4:64].mean(0)).sum()
+    lost = np.square(whole - k).sum() / largest
+    shares = 0.95, 0.13, 0.02, 0.005
+    assert lost <= sum(1.5 * share * (ERROR[w] if w else 1) for share, w in zip(shares, profile, strict=True))
+    assert np.square(restored(found[::-1], frame) - k).sum() / largest > 0.3
+
+
+@given(SEEDS, st.sampled_from(PROFILES), st.integers(-26, 12))
+def test_a_power_of_2_changes_exponents_alone(seed: int, profile: tuple[int, ...], power: int) -> None:
+    k = keys(np.random.default_rng(seed), 80, 64)
+    k /= np.abs(k[:64]).max() / np.float32(1.5)
+    other = np.ldexp(k, power)
+    first, second = frame_of(k), frame_of(other)
+    assert first.exponent == 0
+    assert second.exponent == (power if power < -4 or power > 11 else 0)
+    if second.exponent:
+        for name in ("mean", "shift", "order", "gain"):
+            assert (getattr(first, name) == getattr(second, name)).all()
+        ours, theirs = (rotate_in_blocks(x, f, "float32") for x, f in ((k, first), (other, second)))
+        assert np.allclose(ours, theirs, rtol=0, atol=2**-9)
+
+
+@given(SEEDS, st.integers(-26, 12))
+def test_values_are_divided_by_their_exponent(seed: int, power: int) -> None:
+    v = np.random.default_rng(seed).standard_normal((64, 64), dtype=np.float32)
+    exponent = int(exponent_of(np.ldexp(v, power)[:, None])[0])
+    there = rotate_values(np.ldexp(v, power), exponent)
+    assert np.allclose(np.ldexp(there, exponent - power), rotate_values(v), atol=2**-12)
+    assert 0.02 < np.abs(there).max() < 2.0**13
+
+
+@given(SEEDS, st.sampled_from(HEAD_DIMS), st.sampled_from(PROFILES))
+def test_a_page_gives_its_keys_back(seed: int, head_dim: int, profile: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(seed)
+    z, v = rng.standard_normal((2, 16, head_dim), dtype=np.float32)
+    where, weight = np.arange(16, dtype=np.uint16), np.full(16, 200, np.uint8)
+    record = encode_page(z, v, profile, 2, "float16", where, weight)
+    page = decode_page(record, head_dim, profile, 2, "float16")
+    assert (page.k == decode_blocks(*encode_blocks(z, profile), profile)).all()
+    assert (page.positions == where).all()
+    assert (page.importance == weight).all()
