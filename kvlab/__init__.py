@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvlab.cache.cache import MixedPrecisionCache as MixedPrecisionCache
+    from kvlab.cache.frames import KeyFrames as KeyFrames
     from kvlab.errors import BudgetError as BudgetError
     from kvlab.errors import FormatError as FormatError
     from kvlab.errors import OutOfMemory as OutOfMemory
@@ -40,6 +41,7 @@ __version__ = "0.1.0.dev0"
 _HOME = {
     "BudgetError": "kvlab.errors",
     "FormatError": "kvlab.errors",
+    "KeyFrames": "kvlab.cache.frames",
     "MixedPrecisionCache": "kvlab.cache.cache",
     "OutOfMemory": "kvlab.errors",
     "Quantized": "kvlab.ops.codec",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ WRONG: dict[str, list[Any]] = {
     "pair": ["a", 1.5, None, [1], (1, 2, 3), (-2, 0), (0.5, 1)],
     "window": ["a", 1.5, [1, 1], [0], True, NAN, 1j, {}, b"x", np.float32(2), -2, 0, HUGE],
     "path": [1.5, None, [1], {}],
+    "frames": ["a", 1.5, [1], {}, np.zeros(3)],
     "quantized": ["a", 1.5, None, [1], np.zeros(3)],
 }
 
@@ -101,12 +103,18 @@ OPTIONS: dict[str, tuple[Any, str]] = {
     "ema_decay": (0.9, "number"),
     "device": (None, "word"),
     "dtype": ("float16", "word"),
+    "frames": (None, "frames"),
 }
+FRAMES = kvlab.KeyFrames.measured([(Q, K, V)])
 GEOMETRY = {name: (value, "count") for name, value in zip(
     ("num_layers", "num_heads_q", "num_heads_kv", "head_dim"), (1, 4, 2, 32), strict=True
 )}  # fmt: skip
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, tuple[Any, str]]]] = {
     "MixedPrecisionCache": (MixedPrecisionCache, GEOMETRY | OPTIONS),
+    "KeyFrames": (
+        kvlab.KeyFrames,
+        {field.name: (getattr(FRAMES, field.name), "array") for field in fields(FRAMES)},
+    ),
     "step": (method("step"), LAYER | QKV | SCORES | MASK),
     "append": (method("append"), LAYER | {"k": (K, "array"), "v": (V, "array")} | MASK),
     "attend": (method("attend"), LAYER | {"q": (Q, "array")} | SCORES),

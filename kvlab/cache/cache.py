@@ -94,6 +94,9 @@ class MixedPrecisionCache(CacheOptions):
     dtype : {"float16", "bfloat16", "float32"}
         Or such a dtype of torch or NumPy: type of width 16 and of the residual window. On a GPU queries, keys
         and values have it, too.
+    frames : KeyFrames, optional
+        In what mean, order and scale keys are packed, from `kvlab.KeyFrames.measured`. Without it every row
+        takes them from its first 64 tokens, which wait for that. A saved cache has those of its rows alone.
 
     Raises
     ------
@@ -116,14 +119,14 @@ class MixedPrecisionCache(CacheOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         policy = make_policy(self.importance, self.ema_decay)
+        ladders = parse_bits(self.bits, self.num_layers)
+        stores = [LayerFormat(ladder, self.num_heads_kv, self.head_dim, self.dtype) for ladder in ladders]
+        frames: list[dict[str, Any] | None] = [None] * len(stores)
+        if self.frames is not None:
+            frames = [self.frames.of_layer(i, in_blocks=store.in_blocks) for i, store in enumerate(stores)]
         self._layers = [
-            Layer(
-                LayerFormat(ladder, self.num_heads_kv, self.head_dim, self.dtype),
-                self.residual,
-                policy,
-                window,
-            )
-            for ladder, window in zip(parse_bits(self.bits, self.num_layers), self.windows, strict=True)
+            Layer(store, self.residual, policy, window, frame)
+            for store, window, frame in zip(stores, self.windows, frames, strict=True)
         ]
         limit = Limit(self, smallest_of(self._layers), self._layers[0].store.fixed_nbytes)
         if self.max_seqlen is not None and not limit.fits(self.max_seqlen, self.batch):

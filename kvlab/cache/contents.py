@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvlab.arguments import whole_number
 from kvlab.arrays import dtype_name, numpy_dtype
-from kvlab.cache.frame import MOST_SHIFT, awaiting
+from kvlab.cache.frame import awaiting, check_frames
 from kvlab.cache.options import MOST
 from kvlab.cache.store import OPEN_PAGES, UNIT, WAITING_ENTRIES, WAITING_PAGES, DeviceStore, named_pages
 from kvlab.errors import FormatError
@@ -27,7 +27,13 @@ __all__ = ["Arrays", "contents_of", "fill"]
 
 Arrays = dict[str, NDArray[Any]]
 _TABLES = {"rung": np.uint8, "count": np.uint8, "base": np.uint16}
-_FRAMES = {"k_mean": "float16", "k_shift": "uint8"}
+_FRAMES = {
+    "k_mean": "float16",
+    "k_shift": "uint8",
+    "exponent": "int8",
+    "k_order": "uint8",
+    "k_gain": "float32",
+}
 _COUNTERS = ("seqlen", "since_collection", "room", "dropped")
 
 
@@ -120,12 +126,15 @@ def _laid_out(
     rung, count, base = (take(name, np.dtype(kind).name, (entries,)) for name, kind in _TABLES.items())
     has_mean, opened = take("has_mean", "bool", (batch,)), take("open", "int32", (batch, heads, OPEN_PAGES))
     for name, dtype in _FRAMES.items():
-        tables[name][...] = take(name, dtype, (batch, heads, store.head_dim))
+        tables[name][...] = take(name, dtype, tables[name].shape)
     waiting = awaiting(has_mean, num_pages)
     tables["asked"][waiting] = take("asked", "float32", (int(waiting.sum()), heads, store.head_dim))
     row, head, entry = np.nonzero(live)
     waits, is_open = ~has_mean[row] & (entry < WAITING_PAGES), (opened[row, head] == entry[:, None]).any(1)
     named = (count > 0) | waits | is_open  # others are fillers
+    ladder = len(store.stores[number].layouts)
+    if len(layouts) > ladder:  # a cache whose frames were given has no rung for tokens that wait
+        mine.setdefault(f"pool{ladder}", np.empty((0, layouts[ladder].nbytes), np.uint8))
     pools = [
         take(f"pool{r}", "uint8", (int((named & (rung == r)).sum()), layout.nbytes))
         for r, layout in enumerate(layouts)
@@ -135,10 +144,10 @@ def _laid_out(
     _check(store, number, (row, head, entry), rung, count, base, opened, has_mean, length)
     row, head, entry, rung_of, base_of, used = (x[named] for x in (row, head, entry, rung, base, count))
     _check_positions(layouts, pools, rung_of, used, base_of, length)
-    if not np.isfinite(tables["k_mean"]).all():
-        raise FormatError("k_mean is not finite")
-    if (tables["k_shift"] > MOST_SHIFT).any():
-        raise FormatError(f"k_shift is not within 0 to {MOST_SHIFT}")
+    try:
+        check_frames(tables)
+    except ValueError as error:
+        raise FormatError(str(error)) from None
     for name, x in (("rung", rung), ("count", count), ("base", base)):
         tables[name].view(x.dtype)[live] = x
     tables["num_pages"][...], tables["open"][...], tables["seqlen"][...] = num_pages, opened, length

@@ -26,7 +26,7 @@ from kvlab.cache.cpu_rows import MergedTokens, NewRow, copy_pages, freeze_row, t
 from kvlab.cache.frame import ASKING, LAST, add_queries
 from kvlab.cache.ladder import Rung, first_seen
 from kvlab.cache.plan import choose_optimum
-from kvlab.cache.store import UNIT, WAITING_PAGES, DevicePages, DeviceStore, RowMove
+from kvlab.cache.store import FRAME, UNIT, WAITING_PAGES, DevicePages, DeviceStore, RowMove
 from kvlab.ops.cpu.exact import attend_exact, exact_mass
 from kvlab.ops.cpu.packed import attend_into, mass
 from kvlab.ops.cuda.plan import Ladder, PlanShape, hulls_of
@@ -136,8 +136,9 @@ class CpuKernels:
 
     def _frames(self, layer: int) -> Any:
         """Frames of keys as kernels take them."""
-        tables = self.store.tables
-        return prepared_frames(tables["k_mean"][layer], tables["k_shift"][layer])
+        tables = {name: table[layer] for name, table in self.store.tables.items()}
+        names = FRAME if self.store.stores[layer].in_blocks else FRAME[:2]
+        return prepared_frames(*(tables[name] for name in names))
 
     def _fresh(self, layer: int, k: Any, v: Any, codes: Any, positions: Any) -> Any:
         """New tokens, rounded to the cache's dtype."""

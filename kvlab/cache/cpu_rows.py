@@ -12,9 +12,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.cache.frame import ASKING, LAST, add_queries, key_mean, key_shift
+from kvlab.cache.frame import (
+    ASKING,
+    LAST,
+    add_queries,
+    exponent_of,
+    key_gain,
+    key_mean,
+    key_order,
+    key_shift,
+)
+from kvlab.cache.ladder import LayerFormat
 from kvlab.cache.store import (
-    MOVED,
     OPEN_PAGES,
     UNIT,
     WAITING_ENTRIES,
@@ -126,11 +135,12 @@ def freeze_row(
         _fill(merged, row, new, held if goes else [], goes or not waits)
     if waits and len(new.q):
         add_queries(tables["asked"][row], new.q[seen[max(ASKING - waiting, 0) : max(LAST - waiting, 0)]])
-    for head, (_, _, k, _) in enumerate(held if goes else []):
-        sample = np.concatenate([k, new.k[seen, head].astype(np.float32)])[:LAST]
-        mean = key_mean(sample[:, None], narrow=store.stores[layer].is_narrow)
-        shift = key_shift(sample[:, None], mean, tables["asked"][row, head, None])
-        tables["k_mean"][row, head], tables["k_shift"][row, head] = mean[0], shift[0]
+    for head, (_, _, k, v) in enumerate(held if goes else []):
+        sample, values = (
+            np.concatenate([x, y[seen, head].astype(np.float32)])[:LAST, None]
+            for x, y in ((k, new.k), (v, new.v))
+        )
+        _freeze_head(tables, (row, head), store.stores[layer], sample, values)
     if waits and not goes:
         pages.keep(new, seen, waiting)
         segments = (first, first) if total else (end >> 16, last)
@@ -149,6 +159,21 @@ def freeze_row(
         tables["num_pages"][row], tables["waits"][row] = 0 if goes else WAITING_ENTRIES, not goes
     if goes:
         tables["open"][row] = -1
+
+
+def _freeze_head(tables: dict[str, Any], at: tuple[int, int], store: LayerFormat, k: Any, v: Any) -> None:
+    """Take the frame of a (row, KV head) from its first keys and values, (n, 1, head_dim)."""
+    asked = tables["asked"][at][None]
+    exponent = exponent_of(k) if store.in_blocks else None
+    mean = key_mean(k, exponent, narrow=store.is_narrow)
+    shift = key_shift(k, mean, asked, exponent)
+    found: dict[str, Any] = {"k_mean": mean[0], "k_shift": shift[0]}
+    if exponent is not None:
+        order = key_order(k, mean, asked, exponent)
+        gain = key_gain(k, mean, shift, order, exponent)
+        found |= {"exponent": (exponent[0], exponent_of(v)[0]), "k_order": order[0], "k_gain": gain[0]}
+    for name, value in found.items():
+        tables[name][at] = value
 
 
 def _fill(merged: MergedTokens, row: int, new: NewRow, held: list[Any], taken: bool) -> None:
@@ -170,7 +195,7 @@ def _fill(merged: MergedTokens, row: int, new: NewRow, held: list[Any], taken: b
 def take_rows(store: DeviceStore, layer: int, move: RowMove) -> None:
     """Let the rows of a layer become those that a move names."""
     mine = {name: table[layer] for name, table in store.tables.items()}
-    old = {name: move.source.tables[name][layer][move.rows] for name in MOVED}
+    old = {name: move.source.tables[name][layer][move.rows] for name in store.moved}
     entries, slab_units = old["rung"].shape[2], store.slab[layer] // UNIT
     records = np.array([layout.nbytes // UNIT for layout in store.layouts(layer)], np.int64)
     live, named = np.arange(entries) < old["num_pages"][..., None], named_pages(old)
@@ -207,7 +232,7 @@ def take_rows(store: DeviceStore, layer: int, move: RowMove) -> None:
         mine[name][:, :, :entries] = old[name] * live
     mine["index"][:, :, :entries] = (index * live).astype(np.uint32).view(np.int32)
     mine["entry_of"][at] = (bh * store.entries + np.arange(entries))[planned]
-    for name in ("num_pages", "k_mean", "k_shift", "asked", "waits", "open", "seqlen"):
+    for name in old.keys() - {"rung", "count", "index", "base"}:
         mine[name][...] = old[name]
 
 

@@ -42,6 +42,13 @@ class GpuKernels:
 
     def __init__(self, store: DeviceStore) -> None:
         self.store = store
+        for rung in (rung for one in store.stores if one.in_blocks for rung in one.ladder):
+            raise NotImplementedError(
+                f"bits: rung {rung} keeps keys in blocks, which caches on GPUs have not yet; name rungs of "
+                f"one width, such as 'k4v3', or keep the cache on the CPU"
+            )
+        if any(store.frames):
+            raise NotImplementedError("frames: caches on GPUs take no frames yet; leave frames out")
         self.device = cuda_view(store.states, "states").device
         self._of_store = store.head_dim, store.stores[0].dtype, self.device
 
@@ -121,7 +128,8 @@ class GpuKernels:
 
     def append_call(self, layer: int, top: Rung, **options: Any) -> kernels.AppendCall:
         """A prepared append; options as of `kvlab.ops.cuda.pages.AppendCall`."""
-        return kernels.AppendCall(self.store.host_states[layer], top, *self._of_store, **options)
+        widths = top.blocks[0], top.bits_v  # there are no profiles here
+        return kernels.AppendCall(self.store.host_states[layer], widths, *self._of_store, **options)
 
     def attend_call(self, q: Any, pages: DevicePages, workspace: Any, **options: Any) -> packed.AttendCall:
         """Prepared attention over the pages of a layer; options as of `kvlab.ops.cuda.packed.AttendCall`."""

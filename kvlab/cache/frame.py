@@ -21,7 +21,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ASKING", "FIRST", "LAST", "MOST_SHIFT", "add_queries", "awaiting", "key_mean", "key_shift"]
+__all__ = [
+    "ASKING",
+    "BLOCKS",
+    "FIRST",
+    "LAST",
+    "LEAST_EXPONENT",
+    "MOST_SHIFT",
+    "add_queries",
+    "awaiting",
+    "check_frames",
+    "exponent_of",
+    "key_gain",
+    "key_mean",
+    "key_order",
+    "key_shift",
+    "to_mean",
+]
 
 FIRST, LAST = 4, 64
 """Tokens of a row, counted without padding, that make its mean; those before are sinks, not typical.
@@ -37,31 +53,74 @@ LEAST, LEAST_ALONE = 9, 64
 """From which ratio on a pair is large, with queries and without; its power of 2 is next to the root."""
 MOST_SHIFT = 14
 """The least power of 2 that float16 has with all its bits is 2**-14."""
+BLOCKS = 4
+"""Blocks of channels of keys where a ladder has profiles."""
+_GAIN, _LEAST_RATIO = 16.0, 2.0**-8
+LEAST_EXPONENT = -100
+"""Nothing is multiplied by more than 2**100."""
+_USUAL = range(-4, 12)
+"""Exponents of the largest element for which a head has none."""
 
 
-def key_mean(k: NDArray[np.float32], *, narrow: bool = False) -> NDArray[np.float16]:
+def exponent_of(x: NDArray[np.float32], last: int = LAST) -> NDArray[np.int8]:
+    """Return the exponent e (Hkv,) of a row's keys or values (n, Hkv, D): packed ones are divided by 2**e.
+
+    It brings the largest of the first tokens between 1 and 2, and is 0 where that is nearly so already.
+
+    Examples
+    --------
+    >>> exponent_of(np.full((64, 1, 2), 3e-8, np.float32)), exponent_of(np.ones((64, 1, 2), np.float32))
+    (array([-25], dtype=int8), array([0], dtype=int8))
+    """
+    sizes = np.abs(x[:last].astype(np.float64))
+    largest = np.where(sizes < np.inf, sizes, 0).max((0, 2), initial=0)
+    exponent = np.frexp(largest)[1] - 1
+    usual = (largest == 0) | ((exponent >= _USUAL.start) & (exponent < _USUAL.stop))
+    return np.where(usual, 0, np.maximum(exponent, LEAST_EXPONENT)).astype(np.int8)
+
+
+def key_mean(
+    k: NDArray[np.float32],
+    exponent: NDArray[np.int8] | None = None,
+    *,
+    narrow: bool = False,
+    last: int = LAST,
+) -> NDArray[np.float16]:
     """Return the mean (Hkv, D) of a row's keys.
 
     Parameters
     ----------
     k : (n, Hkv, D) float32
         Keys of the row's first tokens, all that are at hand.
+    exponent : (Hkv,) int8, optional
+        What `exponent_of` returned for them: the mean is divided by 2**exponent.
     narrow : bool
         No width of 8 is there for the first tokens: channels whose mean makes the first key longer have none.
+    last : int
+        The mean is that of tokens `FIRST` to last - 1.
 
     Examples
     --------
     >>> key_mean(np.full((64, 1, 2), 3, np.float32))
     array([[3., 3.]], dtype=float16)
     """
-    sample = k[FIRST:LAST].astype(np.float64)
+    sample = k[FIRST:last].astype(np.float64)
     mean = sample.mean(0) if len(sample) >= FEWEST else np.zeros(k.shape[1:])
     if narrow:
         first = k[:1].astype(np.float64).sum(0)  # 0 if there is none
         mean = np.where(mean * mean <= 2 * mean * first, mean, 0)
-    limit = float(np.finfo(np.float16).max)
-    # A channel that is not finite, or too large for float16, is left as it is.
-    return np.where(np.abs(mean) <= limit, mean, 0).astype(np.float16)
+    return to_mean(_scaled(mean, exponent, -1))
+
+
+def to_mean(mean: NDArray[np.float64]) -> NDArray[np.float16]:
+    """Round means; 0 where one is not finite, or too large for float16: that channel is left as it is."""
+    return np.where(np.abs(mean) <= float(np.finfo(np.float16).max), mean, 0).astype(np.float16)
+
+
+def _scaled(x: NDArray[np.float64], exponent: NDArray[np.int8] | None, sign: int) -> NDArray[np.float64]:
+    """Multiply (Hkv, D) by 2**(sign exponent)."""
+    scaled: NDArray[np.float64] = x if exponent is None else np.ldexp(x, sign * exponent.astype(int)[:, None])
+    return scaled
 
 
 def add_queries(asked: NDArray[np.float32], q: NDArray[Any]) -> None:
@@ -74,7 +133,11 @@ def add_queries(asked: NDArray[np.float32], q: NDArray[Any]) -> None:
 
 
 def key_shift(
-    k: NDArray[np.float32], mean: NDArray[np.float16], asked: NDArray[np.float32]
+    k: NDArray[np.float32],
+    mean: NDArray[np.float16],
+    asked: NDArray[np.float32],
+    exponent: NDArray[np.int8] | None = None,
+    last: int = LAST,
 ) -> NDArray[np.uint8]:
     """Return by how many binary orders (Hkv, D) the channels of a row's keys are scaled down.
 
@@ -91,6 +154,9 @@ def key_shift(
         What it returned.
     asked : (Hkv, D) float32
         What `add_queries` has added up for tokens `ASKING` to `LAST - 1`; 0 without queries.
+    exponent : (Hkv,) int8, optional
+    last : int
+        As for `key_mean`.
 
     Examples
     --------
@@ -101,11 +167,12 @@ def key_shift(
     >>> key_shift(k, key_mean(k), np.ones((1, 8), np.float32))
     array([[0, 3, 0, 0, 0, 3, 0, 0]], dtype=uint8)
     """
-    sample, (heads, head_dim) = k[FIRST:LAST].astype(np.float64), k.shape[1:]
+    sample, (heads, head_dim) = k[FIRST:last].astype(np.float64), k.shape[1:]
     if len(sample) < FEWEST:
         return np.zeros((heads, head_dim), np.uint8)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        sizes, queries = np.abs(sample - mean.astype(np.float64)).sum(0), asked.astype(np.float64)
+        sizes = np.abs(sample - _scaled(mean.astype(np.float64), exponent, 1)).sum(0)
+        queries = asked.astype(np.float64)
         size, energy = (x[:, : head_dim // 2] + x[:, head_dim // 2 :] for x in (sizes, queries))
         has_queries = (energy > 0).any(1, keepdims=True)
         size = np.where(has_queries, size / energy, size)
@@ -115,6 +182,104 @@ def key_shift(
         large = (ratio >= np.where(has_queries, LEAST, LEAST_ALONE)) & (ratio < np.inf)
     orders = np.frexp(2 * np.where(large, ratio, 1))[1] - 1  # half of them, to the nearest
     return np.tile(np.where(large, np.minimum(orders >> 1, MOST_SHIFT), 0), 2).astype(np.uint8)
+
+
+def _sizes(
+    k: NDArray[np.float32], mean: NDArray[np.float16], exponent: NDArray[np.int8] | None
+) -> NDArray[np.float64]:
+    """Sum the squares of keys less their mean, (Hkv, D), token by token."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        off = k.astype(np.float64) - _scaled(mean.astype(np.float64), exponent, 1)
+        sums: NDArray[np.float64] = np.square(off).sum(0)
+    return sums
+
+
+def key_order(
+    k: NDArray[np.float32],
+    mean: NDArray[np.float16],
+    asked: NDArray[np.float32],
+    exponent: NDArray[np.int8] | None = None,
+    last: int = LAST,
+) -> NDArray[np.uint8]:
+    """Return which channel stands at each place, (Hkv, D), where keys are kept in blocks.
+
+    Rotary pairs i and i + D / 2 are sorted by the energy of their keys times that of their queries, squares
+    of what `asked` has summed; a quarter of them is a block, the channels i before the channels i + D / 2.
+    Arguments are those of `key_shift`.
+
+    Examples
+    --------
+    >>> k = np.random.default_rng(0).standard_normal((64, 1, 16), dtype=np.float32)
+    >>> k[..., [5, 13]] *= 9
+    >>> key_order(k, key_mean(k), np.ones((1, 16), np.float32))[0, :4]
+    array([ 5,  6, 13, 14], dtype=uint8)
+    """
+    sample, (heads, head_dim) = k[FIRST:last], k.shape[1:]
+    half = head_dim // 2
+    energy = np.zeros((heads, half))
+    if len(sample) >= FEWEST:
+        queries = np.square(asked.astype(np.float64))
+        queries = np.where((asked > 0).any(1, keepdims=True), queries, 1)
+        size = _sizes(sample, mean, exponent)
+        with np.errstate(invalid="ignore", over="ignore"):
+            energy = (size[:, :half] + size[:, half:]) * (queries[:, :half] + queries[:, half:])
+        energy = np.where(energy < np.inf, energy, 0)
+    pairs = np.argsort(-energy, axis=1, kind="stable").reshape(heads, BLOCKS, half // BLOCKS)
+    return np.concatenate([pairs, pairs + half], axis=2).reshape(heads, head_dim).astype(np.uint8)
+
+
+def key_gain(
+    k: NDArray[np.float32],
+    mean: NDArray[np.float16],
+    shift: NDArray[np.uint8],
+    order: NDArray[np.uint8],
+    exponent: NDArray[np.int8] | None = None,
+    last: int = LAST,
+) -> NDArray[np.float32]:
+    """Return what blocks of rotated keys are multiplied by, (Hkv, 4): a root mean square of 16 remains.
+
+    Numbers of 11 significant bits, so that products with sums of as many are exact. A block of almost
+    nothing counts as a 256th of the largest. Too few tokens for a mean give all blocks one gain.
+
+    Examples
+    --------
+    >>> k = np.random.default_rng(0).standard_normal((64, 1, 64), dtype=np.float32)
+    >>> frame = key_mean(k), np.zeros((1, 64), np.uint8), np.arange(64, dtype=np.uint8)[None]
+    >>> key_gain(k, *frame)
+    array([[16.265625 , 15.4921875, 16.375    , 16.40625  ]], dtype=float32)
+    """
+    heads, head_dim = k.shape[1:]
+    sample, each = k[FIRST:last], head_dim // BLOCKS
+    few = len(sample) < FEWEST
+    sample = k[:LAST] if few else sample
+    down = shift.astype(int) + (0 if exponent is None else exponent.astype(int)[:, None])
+    size = np.ldexp(_sizes(sample, mean, exponent), -2 * down)
+    placed = np.take_along_axis(size, order.astype(int), 1).reshape(heads, BLOCKS, each)
+    log = (each & -each).bit_length() - 1
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        sums = np.cumsum(placed, axis=2)[..., -1]  # one after the other
+        if few:
+            sums = np.repeat(np.cumsum(sums, axis=1)[:, -1:] / BLOCKS, BLOCKS, axis=1)
+        squares = np.ldexp(sums / max(len(sample) * each, 1), log - (log + 1) // 2 * 2)
+        ratio = np.sqrt(np.where(squares < np.inf, squares, 0))
+        gain = _GAIN / np.maximum(ratio, ratio.max(1, keepdims=True) * _LEAST_RATIO)
+    part, power = np.frexp(np.where(gain < np.inf, gain, 1))
+    return np.ldexp(part.astype(np.float16).astype(np.float32), power)
+
+
+def check_frames(tables: dict[str, NDArray[Any]]) -> None:
+    """Raise ValueError if tables of frames, by name and of any number of heads, hold what no frame has."""
+    gain, order = tables["k_gain"], tables["k_order"]
+    if not np.isfinite(tables["k_mean"]).all():
+        raise ValueError("k_mean is not finite")
+    if (tables["k_shift"] > MOST_SHIFT).any():
+        raise ValueError(f"k_shift is not within 0 to {MOST_SHIFT}")
+    if (tables["exponent"] < LEAST_EXPONENT).any():
+        raise ValueError(f"exponent is below {LEAST_EXPONENT}")
+    if (np.sort(order) != np.arange(order.shape[-1])).any():
+        raise ValueError("k_order does not have every channel once")
+    if not ((gain > 0) & (gain < np.inf)).all() or (gain.view(np.uint32) & 0x1FFF).any():
+        raise ValueError("k_gain is not of positive numbers of 11 bits")
 
 
 def awaiting(has_mean: NDArray[np.bool_], num_pages: NDArray[np.int32]) -> NDArray[np.bool_]:

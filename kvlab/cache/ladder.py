@@ -8,20 +8,25 @@ to the most. People write ladders in three forms, which this module turns into o
 * layer ranges, `"0-3:8,4-27:k4v2+4"`: rungs of one range are joined by `+`, every layer is named once.
 
 Width 16 keeps the values as they are (in the cache's own dtype); width 0 evicts, and stands for both K and V.
+
+A width of K may be a profile of four digits, as in `"k8422v3"`: widths 0, 2, 4 or 8 of the four quarters of
+the channels, those of most energy first. Then all keys that the ladder packs are kept in such blocks: they
+have one basis. Width 8 is the profile 8888 there, and is written 8 all the same. head_dim must be a multiple
+of 64.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvlab.arguments import whole_number
 from kvlab.ops.cuda.pages import WAITING_PAGES
-from kvlab.pages import PAGE_TABLE_BYTES, PageLayout
+from kvlab.pages import BLOCK_WIDTHS, PAGE_TABLE_BYTES, PageLayout, Width
 
 if TYPE_CHECKING:
     from kvlab.cache.importance import Policy
@@ -30,6 +35,7 @@ __all__ = [
     "BITS",
     "ERRORS",
     "EXACT",
+    "SHARES",
     "WIDTHS",
     "Bits",
     "Ladder",
@@ -37,6 +43,7 @@ __all__ = [
     "LayerFormat",
     "Rung",
     "first_seen",
+    "loss_of",
     "parse_bits",
     "reach_of",
 ]
@@ -48,23 +55,50 @@ BITS: Bits = (2, "k3v2", "k4v3", "k8v4", 8)
 
 
 class Rung(NamedTuple):
-    """Widths of one K element and one V element."""
+    """Widths of one K element and one V element; that of K may be a profile."""
 
-    bits_k: int
+    bits_k: Width
     bits_v: int
 
     def __str__(self) -> str:
-        return str(self.bits_k) if self.bits_k == self.bits_v else f"k{self.bits_k}v{self.bits_v}"
+        widths = self.blocks
+        same = len(set(widths)) == 1
+        if same and widths[0] == self.bits_v:
+            return str(self.bits_v)
+        return f"k{widths[0] if same else ''.join(map(str, widths))}v{self.bits_v}"
 
     @property
-    def total(self) -> int:
-        return self.bits_k + self.bits_v
+    def blocks(self) -> tuple[int, ...]:
+        """Widths of K in each quarter of the channels."""
+        return self.bits_k if isinstance(self.bits_k, tuple) else (self.bits_k,) * 4
+
+    @property
+    def total(self) -> float:
+        """Bits of an element of K, in the mean, and one of V."""
+        return sum(self.blocks) / 4 + self.bits_v
 
 
 Ladder = tuple[Rung, ...]
 EXACT = Rung(16, 16)
 ERRORS = {16: 0.0, 8: 5.0e-5, 4: 0.0090, 3: 0.0327, 2: 0.1115, 0: 1.0}
 """Relative mean squared error of a K or V vector at each width, as measured on SmolLM2-135M."""
+SHARES = (0.71, 0.19, 0.06, 0.04)
+"""How far the error of each block counts in that of a profile: so four profiles come out as measured on the
+same model, errors weighted by what queries ask (docs/performance/page_format_3.md)."""
+
+
+def loss_of(rung: Rung) -> float:
+    """Relative error of a token at a rung, of K and of V.
+
+    Examples
+    --------
+    >>> round(loss_of(Rung(4, 2)), 4), round(loss_of(Rung((4, 4, 2, 2), 2)), 4)
+    (0.1205, 0.1308)
+    """
+    if isinstance(rung.bits_k, int):
+        return ERRORS[rung.bits_k] + ERRORS[rung.bits_v]
+    of_k = sum(share * ERRORS[width] for share, width in zip(SHARES, rung.bits_k, strict=True))
+    return of_k + ERRORS[rung.bits_v]
 
 
 def _rung(word: int | str) -> Rung:
@@ -73,25 +107,59 @@ def _rung(word: int | str) -> Rung:
     if match is None:
         raise ValueError(
             f"bits: {word!r} is no number of bits; write one as 4, several as (2, 4, 8) or '2,4,8', and "
-            f"'k4v2' for keys of 4 bits with values of 2"
+            f"'k4v2' for keys of 4 bits with values of 2, 'k8422v3' for keys of 8, 4, 2 and 2 bits by block"
         )
+    if match[2] and len(match[2]) == 4:
+        return _with_profile(str(word), match[2], int(match[3]))
     rung = Rung(int(match[1]), int(match[1])) if match[1] else Rung(int(match[2]), int(match[3]))
     for name, width in (("K", rung.bits_k), ("V", rung.bits_v)):
         if width not in WIDTHS:
             raise ValueError(f"bits: {word!r} has width {width} for {name}; supported are {WIDTHS}")
-    if 0 in rung and rung != (0, 0):
+    if 0 in rung and rung != Rung(0, 0):
         raise ValueError(f"bits: {word!r} keeps only one of K and V; width 0 evicts both (write 0)")
     return rung
 
 
+def _with_profile(word: str, digits: str, bits_v: int) -> Rung:
+    """Return the rung of a profile, written as four digits."""
+    profile = tuple(map(int, digits))
+    if any(width not in BLOCK_WIDTHS for width in profile) or profile[0] == 0:
+        raise ValueError(
+            f"bits: {word!r} has profile {digits} for K; it takes four of {BLOCK_WIDTHS}, the first not 0"
+        )
+    if list(profile) != sorted(profile, reverse=True):
+        raise ValueError(
+            f"bits: {word!r} widens from one block to the next; those of most energy come first, so "
+            f"write k{''.join(sorted(digits, reverse=True))}v{bits_v}"
+        )
+    if bits_v not in WIDTHS or bits_v == 0:
+        raise ValueError(
+            f"bits: {word!r} has width {bits_v} for V; supported beside a profile are {WIDTHS[1:]}"
+        )
+    return Rung(profile, bits_v)
+
+
+def _in_blocks(rungs: list[Rung]) -> list[Rung]:
+    """Let all packed keys of a ladder be kept in blocks if some are."""
+    if all(isinstance(rung.bits_k, int) for rung in rungs):
+        return rungs
+    for rung in rungs:
+        if rung.bits_k == 3:
+            raise ValueError(
+                f"bits: rung {rung} has 3 bits for K beside a profile; all keys are kept in blocks then, of "
+                f"{BLOCK_WIDTHS} bits: write a profile, such as k4422, or 4"
+            )
+    return [rung if rung.bits_k in (0, 16) else Rung(rung.blocks, rung.bits_v) for rung in rungs]
+
+
 def _ladder(words: Sequence[int | str]) -> Ladder:
-    rungs = sorted((_rung(word) for word in words), key=lambda rung: rung.total)
+    rungs = sorted(_in_blocks([_rung(word) for word in words]), key=lambda rung: rung.total)
     if not rungs:
         raise ValueError(f"bits={words!r} is empty; name at least one width")
     for low, high in pairwise(rungs):
         if low.total == high.total:
             raise ValueError(f"bits: rungs {low} and {high} take the same bytes; keep one of them")
-        if low.bits_k > high.bits_k or low.bits_v > high.bits_v:
+        if any(a > b for a, b in zip(low.blocks, high.blocks, strict=True)) or low.bits_v > high.bits_v:
             raise ValueError(
                 f"bits: a token demoted from {high} to {low} would get more bits for K or V than it has; "
                 f"name rungs that narrow on both sides, or stay equal on one"
@@ -198,6 +266,19 @@ class LayerFormat:
     head_dim: int
     dtype: str
 
+    def __post_init__(self) -> None:
+        if self.in_blocks and self.head_dim % 64:
+            named = next(rung for rung in self.ladder if isinstance(rung.bits_k, tuple))
+            raise ValueError(
+                f"bits: rung {named} has a profile for K, which needs a head_dim that is a multiple of 64, "
+                f"got {self.head_dim}; name rungs of one width instead, such as 'k4v3'"
+            )
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether keys are kept in blocks of channels."""
+        return any(isinstance(rung.bits_k, tuple) for rung in self.ladder)
+
     @property
     def evicts(self) -> bool:
         """Whether tokens may be dropped."""
@@ -216,7 +297,7 @@ class LayerFormat:
     @property
     def is_narrow(self) -> bool:
         """Whether there is no width of 8 for keys, so that means are those of `key_mean(narrow=True)`."""
-        return all(rung.bits_k != 8 for rung in self.ladder)
+        return all(rung.blocks != (8,) * 4 for rung in self.ladder)
 
     @cached_property
     def exact_layout(self) -> PageLayout:
@@ -224,7 +305,7 @@ class LayerFormat:
         return self._layout(EXACT)
 
     def _layout(self, rung: Rung) -> PageLayout:
-        return PageLayout(self.head_dim, *rung, 4 if self.dtype == "float32" else 2)
+        return PageLayout(self.head_dim, rung.bits_k, rung.bits_v, 4 if self.dtype == "float32" else 2)
 
     def page_bytes(self, rung: int) -> int:
         """Bytes that a page of a rung counts: its record and its entry in the page table."""
@@ -233,7 +314,8 @@ class LayerFormat:
     @property
     def fixed_nbytes(self) -> int:
         """Bytes that a row takes without any page: number of pages and key frame of each head."""
-        return self.num_heads_kv * (4 + 3 * self.head_dim)
+        frame = 3 * self.head_dim + (self.head_dim + 16 + 2) * self.in_blocks
+        return self.num_heads_kv * (4 + frame)
 
     @property
     def waiting_nbytes(self) -> int:
@@ -245,13 +327,15 @@ class LayerFormat:
 class Layer:
     """One layer: the pages of its ladder, its residual window, the policy of importance, its sliding window.
 
-    `sliding_window`: how many tokens a query sees, itself the last one; 0: all.
+    `sliding_window`: how many tokens a query sees, itself the last one; 0: all. `frame`: that of its heads,
+    if it is given.
     """
 
     store: LayerFormat
     residual: int
     policy: Policy
     sliding_window: int = 0
+    frame: dict[str, Any] | None = field(default=None, compare=False)
 
     @cached_property
     def stored(self) -> LayerFormat:
@@ -271,5 +355,5 @@ class Layer:
 
     @cached_property
     def takes_mean(self) -> bool:
-        """Whether the mean of keys is taken off them: wherever keys are packed at all."""
-        return min(rung.bits_k for rung in self.store.ladder) < 16
+        """Whether rows take their frame from their first tokens: if none is given and keys are packed."""
+        return self.frame is None and any(rung.bits_k != 16 for rung in self.store.ladder)

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from kvlab.arguments import choice, number, whole_number
 from kvlab.arrays import Array, dtype_name, to_numpy_view
+from kvlab.cache.frames import KeyFrames
 from kvlab.cache.importance import Importance
 from kvlab.cache.ladder import BITS, Bits, reach_of
 from kvlab.errors import BudgetError
@@ -182,6 +183,7 @@ class CacheOptions:
     ema_decay: float = 0.9
     device: str | None = None
     dtype: str = "float16"
+    frames: KeyFrames | None = None
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -196,6 +198,15 @@ class CacheOptions:
             self.max_seqlen = whole_number(self.max_seqlen, "max_seqlen", 0, MOST)
         if isinstance(self.bits, Iterable) and not isinstance(self.bits, str):
             self.bits = tuple(self.bits)
+        if self.frames is not None:
+            if not isinstance(self.frames, KeyFrames):
+                raise TypeError(f"frames must be KeyFrames, got {type(self.frames).__name__}")
+            geometry = self.num_layers, self.num_heads_kv, self.head_dim
+            if self.frames.k_mean.shape != geometry:
+                raise ValueError(
+                    f"frames are of (layers, num_heads_kv, head_dim) {self.frames.k_mean.shape}, and the "
+                    f"cache of {geometry}: measure them on its model"
+                )
         self.sliding_window = _windows(self.sliding_window, self.num_layers)
         self.ema_decay = number(self.ema_decay, "ema_decay", 0, 1)
         self.floor = number(self.floor, "floor", 0, 1 << 20)
@@ -238,7 +249,8 @@ class CacheOptions:
 
     def saved(self) -> dict[str, Any]:
         """All options that go with the cache to another machine, as JSON has them."""
-        found = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "device"}
+        names = [field.name for field in fields(self) if field.name not in ("device", "frames")]
+        found = {name: getattr(self, name) for name in names}
         bits = self.bits
         return {**found, "bits": bits if isinstance(bits, (str, int)) else list(map(str, bits))}
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvlab.cache.ladder import ERRORS, LayerFormat
+from kvlab.cache.ladder import LayerFormat, Rung, loss_of
 from kvlab.cache.options import RowBudgets, Settings
 from kvlab.cache.plan import ample_nbytes, crop_bounds, smallest_nbytes
 from kvlab.cache.store import DeviceStore
@@ -347,6 +347,6 @@ class Reallocator:
 @lru_cache(maxsize=256)
 def ladder_of(store: LayerFormat) -> Ladder:
     """The levels of a layer as plans want them."""
-    rungs = ((0, 0), *store.ladder) if store.evicts else store.ladder
+    rungs = (Rung(0, 0), *store.ladder) if store.evicts else store.ladder
     pages = tuple(store.page_bytes(r) for r in range(len(store.ladder)))
-    return Ladder((0, *pages) if store.evicts else pages, tuple(ERRORS[k] + ERRORS[v] for k, v in rungs))
+    return Ladder((0, *pages) if store.evicts else pages, tuple(map(loss_of, rungs)))

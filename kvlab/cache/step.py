@@ -101,6 +101,7 @@ class DeviceCache:
                 spare=lambda of, slab: spare_nbytes(self.batch, of.num_heads_kv, ladder_of(of), slab),
                 takes_mean=takes, holds_waiting=holds, rewind=self.settings.rewind,
                 sliding_windows=[layer.sliding_window for layer in self.layers],
+                frames=[layer.frame for layer in self.layers],
             )  # fmt: skip
             reallocator = Reallocator(store, self.settings)
         self.capacity, self.row_budgets_of = capacity, row_budgets_of

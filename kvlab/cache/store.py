@@ -28,7 +28,7 @@ from kvlab.arrays import numpy_dtype, viewed
 from kvlab.cache.ladder import LayerFormat, reach_of
 from kvlab.ops.cuda.pages import OPEN_PAGES, RUNGS, STATE, UNIT, WAITING_ENTRIES, WAITING_PAGES
 from kvlab.ops.packed import Window
-from kvlab.pages import NO_PAGE, QUAD, TOKENS_PER_PAGE, LayerPages, PageLayout, new_pool
+from kvlab.pages import NO_PAGE, QUAD, TOKENS_PER_PAGE, LayerPages, PageLayout, new_pool, width_number
 
 __all__ = [
     "MOVED",
@@ -65,18 +65,22 @@ class DevicePages:
     num_pages: Any
     k_mean: Any
     k_shift: Any
+    exponent: Any
+    k_order: Any
+    k_gain: Any
     dtype: str
     unit: int = UNIT
 
 
+FRAME = "k_mean", "k_shift", "exponent", "k_order", "k_gain"
+"""Tables of the frame of a (row, KV head)."""
 MOVED = (
     "rung",
     "count",
     "index",
     "base",
     "num_pages",
-    "k_mean",
-    "k_shift",
+    *FRAME,
     "asked",
     "waits",
     "open",
@@ -174,6 +178,8 @@ class DeviceStore:
         By layer: how many tokens a query sees; 0: all.
     rewind : int
         Tokens that layers with a sliding window keep beyond it.
+    frames : sequence of dict or None
+        By layer: the tables of `FRAME` of its heads, for all rows, if rows do not take their own.
 
     Attributes
     ----------
@@ -198,10 +204,12 @@ class DeviceStore:
         holds_waiting: Sequence[bool] = (),
         sliding_windows: Sequence[int] = (),
         rewind: int = 0,
+        frames: Sequence[dict[str, Any] | None] = (),
     ) -> None:
         first, self.executor = stores[0], executor
         self.takes_mean = np.array(takes_mean or [False] * len(stores), bool)
         self.holds_waiting = list(holds_waiting or [False] * len(stores))
+        self.frames = list(frames or [None] * len(stores))
         self.sliding_windows = list(sliding_windows or [0] * len(stores))
         self.widest = first.exact_layout
         self.stores, self.capacity = stores, capacity
@@ -296,18 +304,27 @@ class DeviceStore:
         """Shape of a layer and dtype of each table: first those that are not all 0 in an empty store."""
         table = (self.batch, self.heads, self.entries)
         bh, slabs = table[:2], (self.max_slabs,)
+        in_blocks = any(store.in_blocks for store in self.stores)
+        frame = {
+            "k_mean": ((*bh, self.head_dim), "float16"),
+            "k_shift": ((*bh, self.head_dim), "uint8"),
+            "exponent": ((*bh, 2 * in_blocks), "int8"),
+            "k_order": ((*bh, self.head_dim * in_blocks), "uint8"),
+            "k_gain": ((*bh, 4 * in_blocks), "float32"),
+        }
+        not_zero = FRAME if any(self.frames) else ("k_order", "k_gain")
         return {
             "waits": ((self.batch,), "int32"),
             "num_free": ((1,), "int32"),
             "free_slabs": (slabs, "int32"),
             "open": ((*bh, OPEN_PAGES), "int32"),
+            **{name: frame[name] for name in not_zero},
             "rung": (table, "uint8"),
             "count": (table, "uint8"),
             "index": (table, "int32"),
             "base": (table, "int16"),
             "num_pages": (bh, "int32"),
-            "k_mean": ((*bh, self.head_dim), "float16"),
-            "k_shift": ((*bh, self.head_dim), "uint8"),
+            **{name: frame[name] for name in FRAME if name not in not_zero},
             "asked": ((*bh, self.head_dim), "float32"),
             "seqlen": (bh, "int32"),
             "used": ((RUNGS,), "int32"),
@@ -327,6 +344,11 @@ class DeviceStore:
         tables["num_free"][...] = np.array(self.num_slabs)[:, None]
         tables["free_slabs"][...] = self.all_slabs()
         tables["open"][...] = -1
+        tables["k_order"][...] = np.arange(tables["k_order"].shape[-1])
+        tables["k_gain"][...] = 1
+        for layer, frame in enumerate(self.frames):
+            for name, of_heads in (frame or {}).items():
+                tables[name][layer] = of_heads
         return memory
 
     def clear(self) -> None:
@@ -371,7 +393,8 @@ class DeviceStore:
         found = np.zeros(RUNGS, STATE["rungs"].base)
         layouts = (*store.layouts, self.widest)
         found[: len(layouts)] = [
-            (x.nbytes // UNIT, slab // x.nbytes, x.bits_k, x.bits_v, x.positions) for x in layouts
+            (x.nbytes // UNIT, slab // x.nbytes, width_number(x.bits_k), x.bits_v, x.positions)
+            for x in layouts
         ]
         return found
 
@@ -381,6 +404,11 @@ class DeviceStore:
         begins = [slab * n for slab, n in zip(self.slab, self.num_slabs, strict=True)]
         arenas = zip(self.arenas, begins, self.holds_waiting, strict=True)
         return [arena[begin:] if holds else None for arena, begin, holds in arenas]
+
+    @property
+    def moved(self) -> list[str]:
+        """Those of `MOVED` that are not empty."""
+        return [name for name in MOVED if self._places[name].nbytes]
 
     @property
     def reserved_nbytes(self) -> int:
@@ -416,8 +444,7 @@ class DeviceStore:
             index=tables["index"][layer],
             base=tables["base"][layer],
             num_pages=tables["num_pages"][layer],
-            k_mean=tables["k_mean"][layer],
-            k_shift=tables["k_shift"][layer],
+            **{name: tables[name][layer] for name in FRAME},
             dtype=store.dtype,
         )
 
@@ -429,7 +456,7 @@ class DeviceStore:
         names = {"rung": np.uint8, "count": np.uint8, "index": np.uint32, "base": np.uint16}
         to_host = self.executor.to_host
         arena = to_host(self.arenas[layer]).reshape(-1, UNIT)
-        frame = {name: to_host(self.tables[name][layer]) for name in ("num_pages", "k_mean", "k_shift")}
+        frame = {name: to_host(self.tables[name][layer]) for name in ("num_pages", *FRAME)}
         most, num_pages = int(frame["num_pages"].max(initial=0)), frame["num_pages"][..., None]
         tables = {name: to_host(self.tables[name][layer])[..., :most].view(x) for name, x in names.items()}
         held = np.arange(most) < num_pages
@@ -499,7 +526,7 @@ def reorder_rows(store: DeviceStore, kernels: Any, rows: Any, stream: int) -> No
     origins = keeper[rows]
     origins[first] = -1
     copied = store.executor.copied
-    tables = {name: copied(store.tables[name]) for name in MOVED}
+    tables = {name: copied(store.tables[name]) for name in store.moved}
     waiting = [None if x is None else copied(x) for x in store.waiting]
     source = PagesOfRows(tables, store.arenas, waiting)
     kernels.take_rows(RowMove(source, rows, origins, kept, in_place=True), stream)

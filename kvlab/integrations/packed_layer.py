@@ -148,11 +148,11 @@ class SharedCache:
         self.options, self.dtype, self.windows = options, dtype, windows
         known = [field.name for field in fields(MixedPrecisionCache) if field.name not in _FROM_THE_MODEL]
         check_names(options, known, "the cache")
-        # Geometry and batch come with the first step. The smallest ones show now if the options are valid;
-        # whether max_seqlen tokens fit depends on the true ones.
-        valid = {**options, "max_seqlen": None}
+        # Geometry and batch come with the first step. Small ones, which every ladder fits, show now if the
+        # options are valid; whether max_seqlen tokens fit depends on the true ones.
+        valid = {**options, "max_seqlen": None, "frames": None}
         MixedPrecisionCache(
-            max(num_layers, 1), 1, 1, 16, batch=1, dtype="float16" if dtype is None else dtype, **valid
+            max(num_layers, 1), 1, 1, 64, batch=1, dtype="float16" if dtype is None else dtype, **valid
         )
         self.cache: MixedPrecisionCache | None = None
         self.lengths = [0] * num_layers

@@ -15,7 +15,7 @@ from kvlab.cache.importance import make_policy, weight_of_collection
 from kvlab.cache.ladder import LayerFormat, parse_bits
 from kvlab.cache.plan import ample_nbytes, spare_nbytes
 from kvlab.cache.reallocation import ladder_of
-from kvlab.cache.store import UNIT, DeviceStore, named_pages
+from kvlab.cache.store import FRAME, UNIT, DeviceStore, named_pages
 from kvlab.ops.attention import attention
 from kvlab.ops.cuda.pages import NEW_TOKENS, OBSERVED, new_tokens
 from kvlab.ops.cuda.plan import PlanShape
@@ -30,10 +30,12 @@ from kvlab.pages import (
     read_tokens,
     write_tokens,
 )
+from kvlab.reference.blocks import KeyFrame, rotate_in_blocks
 from kvlab.reference.pages import rotate_keys, rotate_values
 from tests.cache.host.noted import Kernels, view
 
 LADDERS = ("2,3,4,8", "k3v2,k4v2,8", "0,4", "4,16", "k2v4,k8v16")
+IN_BLOCKS = ("k4220v2,k4422v2,k8422v3,k8444v4,8", "0,k8420v4", "k8422v8,16")
 BATCH, HEADS, GROUP = 2, 2, 2
 
 
@@ -62,15 +64,20 @@ class Page:
 
 def encoded(layout: Any, frame: Any, dtype: str, k: Any, v: Any) -> tuple[Any, Any]:
     k, v = k.astype(np.float32), v.astype(np.float32)
-    k = k if layout.bits_k == 16 else rotate_keys(k[None], *frame, dtype)[0]
-    return k, v if layout.bits_v == 16 else rotate_values(v[None])[0]
+    exponents = [int(x) for x in frame["exponent"]] or [0, 0]
+    if layout.in_blocks:
+        mean, shift, order, gain = (frame[name] for name in ("k_mean", "k_shift", "k_order", "k_gain"))
+        k = rotate_in_blocks(k[None], KeyFrame(mean, shift, exponents[0], order, gain), dtype)[0]
+    elif layout.k_coded:
+        k = rotate_keys(k[None], frame["k_mean"], frame["k_shift"], dtype, exponents[0])[0]
+    return k, rotate_values(v[None], exponents[1])[0] if layout.v_coded else v
 
 
 def carry_out(store: DeviceStore, arena: np.ndarray, moves: np.ndarray, new: dict[str, Any]) -> None:
     """Moves one by one, all reads from what was there before any of them."""
     before, dtype = arena.copy(), store.stores[0].dtype
-    tables = (store.tables[name][0].reshape(-1, store.head_dim) for name in ("k_mean", "k_shift"))
-    frames = list(zip(*tables, strict=True))
+    tables = {name: store.tables[name][0].reshape(BATCH * HEADS, -1) for name in FRAME}
+    frames = [{name: x[bh] for name, x in tables.items()} for bh in range(BATCH * HEADS)]
     for source, to, slots, token in moves.tolist():
         from_slot, to_slot, a, b = slots & 255, slots >> 8 & 255, slots >> 16 & 255, slots >> 24
         target = Page(store, arena, to, b, to_slot)
@@ -88,7 +95,7 @@ def carry_out(store: DeviceStore, arena: np.ndarray, moves: np.ndarray, new: dic
             (present.bits_k, wanted.bits_k, present.k_steps),
             (present.bits_v, wanted.bits_v, present.v_steps),
         ):
-            assert has <= had
+            assert np.all(np.less_equal(has, had))
             scales.append(RAW if had == 16 else old.scale(first) if had == has else DECODED)
         k, v = raw[0] if present.bits_k == 16 else k, raw[1] if present.bits_v == 16 else v
         position = int(present.positions_in(old.record)[0, from_slot])
@@ -165,8 +172,8 @@ def budget_of(bits: str, dim: int, dtype: str, tokens: int, share: float) -> int
 
 
 @given(
-    bits=st.sampled_from(LADDERS),
-    dim=st.sampled_from([16, 64, 80]),
+    ladder=st.tuples(st.sampled_from(LADDERS), st.sampled_from([16, 64, 80]))
+    | st.tuples(st.sampled_from(IN_BLOCKS), st.sampled_from([64, 128])),
     dtype=st.sampled_from(["float16", "bfloat16", "float32"]),
     lengths=st.lists(st.integers(1, 300), min_size=1, max_size=3),
     share=st.floats(0, 0.9),
@@ -174,12 +181,16 @@ def budget_of(bits: str, dim: int, dtype: str, tokens: int, share: float) -> int
 )
 @settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_moves_are_those_of_tokens_one_by_one(
-    kernels: Kernels, bits: str, dim: int, dtype: str, lengths: list[int], share: float, seed: int
+    kernels: Kernels, ladder: tuple[str, int], dtype: str, lengths: list[int], share: float, seed: int
 ) -> None:
-    rng = np.random.default_rng(seed)
+    rng, (bits, dim) = np.random.default_rng(seed), ladder
     driver = Driver(kernels, bits, dim, dtype, budget_of(bits, dim, dtype, sum(lengths), share))
     driver.store.tables["k_mean"][...] = rng.standard_normal((HEADS, dim))
     driver.store.tables["k_shift"][...] = rng.integers(0, 15, (HEADS, dim)) * (rng.random((HEADS, 1)) < 0.7)
+    if bits in IN_BLOCKS:
+        driver.store.tables["exponent"][...] = rng.integers(-9, 9, (BATCH, HEADS, 2)) * (rng.random() < 0.5)
+        driver.store.tables["k_order"][...] = np.argsort(rng.random((BATCH, HEADS, dim)))
+        driver.store.tables["k_gain"][...] = np.exp2(rng.uniform(1, 9, (BATCH, HEADS, 4))).astype(np.float16)
     for n in lengths:
         assert np.array_equal(*driver.plan(driver.draw(rng, n)))
         assert np.array_equal(*driver.plan(None))
@@ -187,8 +198,13 @@ def test_moves_are_those_of_tokens_one_by_one(
 
 def test_tokens_move_between_all_rungs(kernels: Kernels) -> None:
     """The comparison above sees new tokens, demoted ones and such that close up."""
+    for bits in ("2,4,16", "k4220v2,k8444v4,16"):
+        _move_between_all(kernels, bits)
+
+
+def _move_between_all(kernels: Kernels, bits: str) -> None:
     rng = np.random.default_rng(0)
-    driver = Driver(kernels, "2,4,16", 64, "float16", budget_of("2,4,16", 64, "float16", 1500, 0.3))
+    driver = Driver(kernels, bits, 64, "float16", budget_of(bits, 64, "float16", 1500, 0.3))
     for n in (300, 200, 600, 400):
         assert np.array_equal(*driver.plan(driver.draw(rng, n)))
     assert driver.kinds >= {(255, 2), (2, 1), (2, 0), (1, 0), (2, 2)}

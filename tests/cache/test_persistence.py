@@ -244,8 +244,8 @@ def test_entries_behind_the_pages_of_waiting_tokens_name_none(tmp_path, opens):
 def test_files_of_other_versions_are_refused_by_their_number(small, tmp_path):
     path = tmp_path / "cache"
     path.write_bytes(small.read_bytes())
-    rewritten(path, lambda d, a: d.update(version=5))
-    with pytest.raises(FormatError, match="format version 5; this kvlab reads version 6 alone: fill a cache"):
+    rewritten(path, lambda d, a: d.update(version=6))
+    with pytest.raises(FormatError, match="format version 6; this kvlab reads version 7 alone: fill a cache"):
         MixedPrecisionCache.load(path)
 
 

@@ -12,24 +12,28 @@ from kvlab.cache.store import DeviceStore
 HOLDS = [True, False, True]
 
 
-def make() -> DeviceStore:
+def make(bits: str = "0:2+4,1:16,2:3+8") -> DeviceStore:
     """Layers of three ladders, of which one has a sliding window and another no pages of tokens that wait."""
-    stores = [LayerFormat(ladder, 2, 32, "float16") for ladder in parse_bits("0:2+4,1:16,2:3+8", 3)]
+    stores = [LayerFormat(ladder, 2, 64, "float16") for ladder in parse_bits(bits, 3)]
     return DeviceStore(
         stores, 3, CPU, np.zeros(0, np.uint8), 900, [30_000, 60_000, 50_000],
         takes_mean=HOLDS, holds_waiting=HOLDS, sliding_windows=[0, 0, 100], rewind=5,
     )  # fmt: skip
 
 
+BLOCKS = "0:k4220v2+k8422v4,1:16,2:3+8"
+
+
+@pytest.mark.parametrize("bits", ["0:2+4,1:16,2:3+8", BLOCKS])
 @pytest.mark.parametrize("copied", [False, True])
-def test_states_name_the_memory(copied: bool) -> None:
-    first = make()
+def test_states_name_the_memory(bits: str, copied: bool) -> None:
+    first = make(bits)
     seen = first.tables, first.arenas  # views of the first store, which are not those of its copy
     assert all(len(x) for x in seen)
     store = first.copy() if copied else first
     for layer, state in enumerate(store.host_states):
         for name, table in store.tables.items():
-            assert state[name] == table[layer].ctypes.data, name
+            assert state[name] == table[layer].ctypes.data or not table.size, name
         arena = store.arenas[layer]
         assert state["arena"] == arena.ctypes.data
         waiting = store.waiting[layer]
@@ -38,13 +42,18 @@ def test_states_name_the_memory(copied: bool) -> None:
         rungs = state["rungs"][: int(state["num_rungs"]) + 1]
         layouts = [*store.stores[layer].layouts, store.widest]
         assert [int(x) * 16 for x in rungs["record"]] == [layout.nbytes for layout in layouts]
+        assert [(int(x["bits_k"]), int(x["bits_v"])) for x in rungs] == [
+            (0x4220, 2) if x.bits_k == (4, 2, 2, 0) else (0x8422, 4) if x.in_blocks else (x.bits_k, x.bits_v)
+            for x in layouts
+        ]
         slabs = int(state["slab_units"]) * 16 * store.num_slabs[layer]
         assert len(arena) == slabs + (0 if waiting is None else len(waiting))
     assert np.array_equal(store.states, store.host_states.view(np.uint8))
 
 
-def test_an_empty_store() -> None:
-    store = make()
+@pytest.mark.parametrize("bits", ["0:2+4,1:16,2:3+8", BLOCKS])
+def test_an_empty_store(bits: str) -> None:
+    store = make(bits)
     for table in store.tables.values():
         table[...] = 7
     store.clear()
@@ -55,5 +64,7 @@ def test_an_empty_store() -> None:
     assert numbers == store.num_slabs
     for layer, n in enumerate(numbers):
         assert free[layer, :n].tolist() == [*range(n)][::-1]
+    assert (tables.pop("k_order") == np.arange(64 * (bits == BLOCKS))).all()
+    assert (tables.pop("k_gain") == 1).all()
     assert not any(table.any() for table in tables.values())
     assert not store.memory_of_arenas.any()

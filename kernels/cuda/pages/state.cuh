@@ -13,7 +13,8 @@
 constexpr int CACHE_RUNGS = 16;
 constexpr int PAGE = 16, QUAD = 4;  // tokens of a page, pages of a quad: all of one rung
 constexpr u32 UNIT = 16;
-constexpr u32 NO_PAGE = ~0u;  // LayerState::index where a quad has fewer pages
+constexpr u32 NO_PAGE = ~0u;   // LayerState::index where a quad has fewer pages
+constexpr int KEY_BLOCKS = 4;  // of channels of keys, in ladders with profiles
 constexpr int OPEN_PAGES = 2;
 constexpr int WAITING_PAGES = 5, WAITING_ENTRIES = (WAITING_PAGES + QUAD - 1) / QUAD * QUAD;
 constexpr int LAST = 64;       // the first tokens of a row, before this one, make the frame of its keys
@@ -21,9 +22,9 @@ constexpr int ASKING = 48;     // the first token of these whose queries count, 
 constexpr u8 NEW_TOKEN = 255;  // Move::from_rung
 
 struct CacheRung {
-    u32 record;    // of a page, in units
-    u32 per_slab;  // pages
-    u16 bits_k, bits_v;
+    u32 record;          // of a page, in units
+    u32 per_slab;        // pages
+    u16 bits_k, bits_v;  // of K the digits of its profile, 0x8422, where keys are kept in blocks
     u32 tail;  // byte offset of the positions in a record, u16[PAGE]; importance, u8[PAGE], is behind
 };
 
@@ -36,20 +37,23 @@ struct LayerState {
     int* num_pages;                // [pairs]: entries, those without a page among them
     __half* k_mean;                // [pairs][HEAD_DIM]
     u8* k_shift;                   // [pairs][HEAD_DIM]: binary orders that keys are scaled down by
-    float* asked;       // [pairs][HEAD_DIM]: sizes of queries so far, of rows that wait; see means.cu
-    int* waits;         // [batch]: 1 while the tokens of a row wait for the mean of its keys
-    int* open;          // [pairs][OPEN_PAGES]: entries that take the next tokens in order, or -1
-    int* seqlen;        // [pairs]: time steps so far, equal for all pairs
-    int* used;          // [CACHE_RUNGS]: live pages
-    int* slab_count;    // [CACHE_RUNGS]
-    int* slabs;         // [num_rungs][max_slabs]
-    int* free_slabs;    // [max_slabs], a stack: the last of num_free is taken next
-    int* num_free;      // [1]
-    u32* entry_of;      // [num_rungs][max_pages]: pair * entries + entry of a page by number
-    int* slab_slot;     // [max_slabs]: the place of a slab in `slabs` of its rung
-    long long* budget;  // [batch]: bytes that pages, tables and key means of a row may take
-    int* status;        // [1]: 0, or a bit of PlanStatus that the host finds when it next looks
-    u8* waiting;        // [pairs][WAITING_PAGES] pages of rung num_rungs, which no plan sees; see means.cu
+    signed char* exponent;  // [pairs][2] of K and V, k_order and k_gain only where keys are kept in blocks:
+    u8* k_order;            // [pairs][HEAD_DIM]: the channel at each place
+    float* k_gain;          // [pairs][KEY_BLOCKS]: what blocks are multiplied by, of 11 significant bits
+    float* asked;           // [pairs][HEAD_DIM]: sizes of queries so far, of rows that wait; see means.cu
+    int* waits;             // [batch]: 1 while the tokens of a row wait for the mean of its keys
+    int* open;              // [pairs][OPEN_PAGES]: entries that take the next tokens in order, or -1
+    int* seqlen;            // [pairs]: time steps so far, equal for all pairs
+    int* used;              // [CACHE_RUNGS]: live pages
+    int* slab_count;        // [CACHE_RUNGS]
+    int* slabs;             // [num_rungs][max_slabs]
+    int* free_slabs;        // [max_slabs], a stack: the last of num_free is taken next
+    int* num_free;          // [1]
+    u32* entry_of;          // [num_rungs][max_pages]: pair * entries + entry of a page by number
+    int* slab_slot;         // [max_slabs]: the place of a slab in `slabs` of its rung
+    long long* budget;      // [batch]: bytes that pages, tables and key means of a row may take
+    int* status;            // [1]: 0, or a bit of PlanStatus that the host finds when it next looks
+    u8* waiting;  // [pairs][WAITING_PAGES] pages of rung num_rungs, which no plan sees; see means.cu
     int batch, heads, entries, num_rungs, max_slabs, max_pages, slab_units, evicts;
     int sliding_window;  // a query sees so many tokens, itself the last; 0: all
 };

@@ -52,9 +52,9 @@ RUNGS = 16
 
 _RUNG = np.dtype([("record", "u4"), ("per_slab", "u4"), ("bits_k", "u2"), ("bits_v", "u2"), ("tail", "u4")])
 _POINTERS = (
-    "arena", "rung", "count", "index", "base", "num_pages", "k_mean", "k_shift", "asked", "waits", "open",
-    "seqlen", "used", "slab_count", "slabs", "free_slabs", "num_free", "entry_of", "slab_slot", "budget",
-    "status", "waiting",
+    "arena", "rung", "count", "index", "base", "num_pages", "k_mean", "k_shift", "exponent", "k_order",
+    "k_gain", "asked", "waits", "open", "seqlen", "used", "slab_count", "slabs", "free_slabs", "num_free",
+    "entry_of", "slab_slot", "budget", "status", "waiting",
 )  # fmt: skip
 NUMBERS = (
     "batch", "heads", "entries", "num_rungs", "max_slabs", "max_pages", "slab_units", "evicts",

@@ -1,0 +1,125 @@
+"""Key frames of a model, taken once from any text, for caches whose rows then need not wait for their own.
+
+A row that takes its own frame takes it from its first 64 tokens, which say little of the mean of its keys. A
+text of some 2,000 tokens says more, whatever it is about (docs/performance/quality.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvlab.cache.frame import (
+    FIRST,
+    add_queries,
+    check_frames,
+    exponent_of,
+    key_gain,
+    key_mean,
+    key_order,
+    key_shift,
+    to_mean,
+)
+
+__all__ = ["KeyFrames"]
+
+
+@dataclass(frozen=True, eq=False)
+class KeyFrames:
+    """The frame of every (layer, KV head) of a model; option `frames` of a cache.
+
+    Parameters
+    ----------
+    k_mean : float16, (layers, num_heads_kv, head_dim)
+        What is taken off keys, in units of 2**exponent.
+    k_shift : uint8, (layers, num_heads_kv, head_dim)
+        By how many binary orders channels are scaled down.
+    exponent : int8, (layers, num_heads_kv, 2)
+        Keys, and values, are divided by 2 to that.
+    k_order : uint8, (layers, num_heads_kv, head_dim)
+        The channel at each place, where keys are kept in blocks.
+    k_gain : float32, (layers, num_heads_kv, 4)
+        What blocks are multiplied by.
+
+    Raises
+    ------
+    ValueError
+        If shapes or types do not fit together, or a table holds what no frame has.
+    TypeError
+        If a table is no NumPy array.
+    """
+
+    k_mean: NDArray[np.float16]
+    k_shift: NDArray[np.uint8]
+    exponent: NDArray[np.int8]
+    k_order: NDArray[np.uint8]
+    k_gain: NDArray[np.float32]
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, np.ndarray):
+                raise TypeError(f"{field.name} must be a NumPy array, got {type(value).__name__}")
+        if self.k_mean.ndim != 3:
+            raise ValueError(f"k_mean must be (layers, heads, head_dim), got shape {self.k_mean.shape}")
+        layers, heads, head_dim = self.k_mean.shape
+        kinds = {
+            "k_mean": "float16",
+            "k_shift": "uint8",
+            "exponent": "int8",
+            "k_order": "uint8",
+            "k_gain": "float32",
+        }
+        last = {"exponent": 2, "k_gain": 4}
+        for name, dtype in kinds.items():
+            table, shape = getattr(self, name), (layers, heads, last.get(name, head_dim))
+            if table.dtype != dtype or table.shape != shape:
+                raise ValueError(f"{name} must be {dtype} {shape}, got {table.dtype} {table.shape}")
+        check_frames({name: getattr(self, name) for name in kinds})
+
+    @classmethod
+    def measured(
+        cls, layers: Iterable[tuple[NDArray[Any], NDArray[Any], NDArray[Any]]], *, narrow: bool = False
+    ) -> KeyFrames:
+        """Take frames from what a model has made of a text.
+
+        Parameters
+        ----------
+        layers : iterable of (q, k, v)
+            Of each layer queries (rows, tokens, num_heads_q, head_dim), and keys and values (rows, tokens,
+            num_heads_kv, head_dim), as a cache takes them. The first four tokens of a row are left out.
+        narrow : bool
+            For ladders without a width of 8 for keys: see `kvlab.cache.frame.key_mean`.
+
+        Examples
+        --------
+        >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 80, 2, 64), dtype=np.float32)
+        >>> frames = KeyFrames.measured([(q, k, v)])
+        >>> frames.k_order.shape, frames.k_gain.shape
+        ((1, 2, 64), (1, 2, 4))
+        """
+        found = []
+        for layer in layers:
+            q, k, v = (np.asarray(x, np.float32) for x in layer)
+            sinks, keys = k[0, :FIRST], k[:, FIRST:].reshape(-1, *k.shape[2:])
+            sample, last = np.concatenate([sinks, keys]), len(sinks) + len(keys)
+            asked = np.zeros(k.shape[2:], np.float32)
+            add_queries(asked, q[:, FIRST:].reshape(-1, *q.shape[2:]))
+            exponent = exponent_of(sample, last), exponent_of(v.reshape(-1, *v.shape[2:]), v.size)
+            mean = key_mean(sample, exponent[0], narrow=narrow, last=last)
+            shift = key_shift(sample, mean, asked, exponent[0], last)
+            order = key_order(sample, mean, asked, exponent[0], last)
+            gain = key_gain(sample, mean, shift, order, exponent[0], last)
+            found.append((mean, shift, np.stack(exponent, axis=1), order, gain))
+        return cls(*map(np.stack, zip(*found, strict=True)))
+
+    def of_layer(self, layer: int, *, in_blocks: bool) -> dict[str, NDArray[Any]]:
+        """The tables of a layer, by name; where keys are not kept in blocks, mean and shift alone."""
+        if in_blocks:
+            return {field.name: getattr(self, field.name)[layer] for field in fields(self)}
+        scaled = np.ldexp(self.k_mean[layer].astype(np.float64), self.exponent[layer, :, :1].astype(int))
+        return {"k_mean": to_mean(scaled), "k_shift": self.k_shift[layer]}
