@@ -13,10 +13,10 @@ behind them in a page and are not read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,7 +31,9 @@ __all__ = [
     "CONTEXTS",
     "LADDERS",
     "NOTE",
+    "PackedCase",
     "benchmark_decode",
+    "prepare_packed",
     "read_bandwidth",
     "time_dense",
     "time_packed",
@@ -42,9 +44,15 @@ LADDERS: dict[str, Mixture] = {
     "16": {16: 1.0}, "8": {8: 1.0}, "4": {4: 1.0}, "3": {3: 1.0}, "2": {2: 1.0},
     "8/4/2": {2: 0.4, 4: 0.4, 8: 0.2},
     "default": {2: 0.0, (3, 2): 0.0, (4, 3): 0.625, (8, 4): 0.332, 8: 0.043},
+    "k4220v2": {((4, 2, 2, 0), 2): 1.0}, "k4422v2": {((4, 4, 2, 2), 2): 1.0},
+    "k8422v3": {((8, 4, 2, 2), 3): 1.0}, "k8888v8": {((8, 8, 8, 8), 8): 1.0},
+    "profiles": {
+        ((4, 2, 2, 0), 2): 0.0, ((4, 4, 2, 2), 2): 0.0, ((8, 4, 2, 2), 3): 0.132, ((8, 4, 4, 4), 4): 0.825,
+        ((8, 8, 8, 8), 8): 0.043,
+    },
 }  # fmt: skip
-"""What pages of every sequence hold, by name. "default": the ladder of caches that name none, as it holds
-2,000 tokens of SmolLM2 in 0.3 of the bytes."""
+"""What pages of every sequence hold, by name. "default": widths as a cache holds 2,000 tokens of SmolLM2 in
+0.3 of the bytes. "profiles": keys in blocks of channels, in as many bytes."""
 
 NOTE = "speedup: over the faster of cuDNN and FlashAttention in bfloat16; of floor: bytes at read bandwidth"
 
@@ -151,6 +159,69 @@ def time_dense(shape: Shape, repeats: int = 50) -> dict[str, float]:
     return times
 
 
+class PackedCase(NamedTuple):
+    """Packed attention that is right and can be timed."""
+
+    calls: list[Callable[[], None]]
+    """One for each set of pages, to rotate over."""
+    out: Any
+    nbytes: int
+    """Of codes and scales."""
+    relative_error: float | None
+
+
+def prepare_packed(
+    shape: Shape,
+    mixture: Mixture,
+    warps: int = 0,
+    backend: Any = packed_cuda,
+    most_compared: int = _CHECKED_TOKENS,
+) -> PackedCase:
+    """Draw pages of a case and check what is attended.
+
+    Parameters
+    ----------
+    shape, mixture, warps, backend
+        As for `time_packed`.
+    most_compared : int
+        Longer sequences are not compared with float64.
+
+    Returns
+    -------
+    PackedCase
+
+    Raises
+    ------
+    RuntimeError
+        If a result is wrong.
+    """
+    import torch
+
+    pages = draw_pages(shape, mixture)
+    needed = sum(layout.positions * int((pages.rung == r).sum()) for r, layout in enumerate(pages.layouts))
+    sets = max(1, min(_MAX_SETS, round(_ROTATED_BYTES / needed)))
+    every = [pages] + [draw_pages(shape, mixture) for _ in range(sets - 1)]
+    group = shape.num_heads_q // shape.num_heads_kv
+    q = torch.randn(shape.batch, 1, shape.num_heads_q, shape.head_dim, device="cuda", dtype=torch.bfloat16)
+    out = torch.full_like(q, float("nan"))
+    lse = torch.empty(shape.batch, shape.num_heads_q, 1, device="cuda")
+    workspace = backend.make_workspace(q, shape.num_sequences, group, shape.head_dim)
+    options = {"warps": warps} if warps else {}
+
+    def attend(own: SimpleNamespace) -> None:
+        backend.attend(q, own, out, lse, workspace, scale=shape.head_dim**-0.5, **options)
+
+    attend(pages)
+    case, error = f"packed attention of {shape}, widths {dict(mixture)},", None
+    if shape.tokens <= most_compared:
+        error = relative_error(pages, q, out, 0)
+        check(error < 1e-2, f"{case} relative error {error},")
+    apart = attended_apart(pages, q, backend)
+    differences = (out - apart).float().norm(dim=-1) / apart.float().norm(dim=-1)
+    check(bool((differences < 1e-2).all()), f"{case} pairs attended together and alone,")
+    return PackedCase([partial(attend, own) for own in every], out, needed, error)
+
+
 def time_packed(
     shape: Shape,
     mixture: Mixture,
@@ -179,29 +250,14 @@ def time_packed(
     """
     import torch
 
-    pages = draw_pages(shape, mixture)
-    needed = sum(layout.positions * int((pages.rung == r).sum()) for r, layout in enumerate(pages.layouts))
-    sets = max(1, min(_MAX_SETS, round(_ROTATED_BYTES / needed)))
-    every = [pages] + [draw_pages(shape, mixture) for _ in range(sets - 1)]
-    group = shape.num_heads_q // shape.num_heads_kv
-    q = torch.randn(shape.batch, 1, shape.num_heads_q, shape.head_dim, device="cuda", dtype=torch.bfloat16)
-    out = torch.full_like(q, float("nan"))
-    lse = torch.empty(shape.batch, shape.num_heads_q, 1, device="cuda")
-    workspace = backend.make_workspace(q, shape.num_sequences, group, shape.head_dim)
-    options = {"warps": warps} if warps else {}
-
-    def attend(own: SimpleNamespace) -> None:
-        backend.attend(q, own, out, lse, workspace, scale=shape.head_dim**-0.5, **options)
-
-    attend(pages)
-    case, error, before = f"packed attention of {shape}, widths {dict(mixture)},", None, out.clone()
-    if shape.tokens <= _CHECKED_TOKENS:
-        error = relative_error(pages, q, out, 0)
-        check(error < 1e-2, f"{case} relative error {error},")
-    apart = attended_apart(pages, q, backend)
-    differences = (out - apart).float().norm(dim=-1) / apart.float().norm(dim=-1)
-    check(bool((differences < 1e-2).all()), f"{case} pairs attended together and alone,")
-    us = 1e6 * time_in_succession([partial(attend, own) for own in every], repeats).median
-    attend(pages)
-    check(torch.equal(out, before), f"{case} after the timed calls,")
-    return {"us": us, "bytes": needed, "sets": sets, "relative_error": error}
+    case = prepare_packed(shape, mixture, warps, backend)
+    before = case.out.clone()
+    us = 1e6 * time_in_succession(case.calls, repeats).median
+    case.calls[0]()
+    check(torch.equal(case.out, before), f"packed attention of {shape}, {dict(mixture)}, after timed calls,")
+    return {
+        "us": us,
+        "bytes": case.nbytes,
+        "sets": len(case.calls),
+        "relative_error": case.relative_error,
+    }

@@ -14,13 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from kvlab.pages import QUAD, TOKENS_PER_PAGE, PageLayout
+from kvlab.pages import QUAD, TOKENS_PER_PAGE, PageLayout, Width, width_number
 from kvlab.reference.packed import packed_attention
 
-__all__ = ["Mixture", "Shape", "attended_apart", "draw_pages", "relative_error"]
+__all__ = ["FRAME", "Mixture", "Shape", "attended_apart", "draw_pages", "relative_error"]
 
-Mixture = Mapping[int | tuple[int, int], float]
-"""The fraction of a sequence's pages at each width, or pair of widths of keys and of values."""
+Mixture = Mapping[int | tuple[Width, int], float]
+"""The fraction of a sequence's pages at each width, or pair of a width or profile of K and a width of V."""
+
+FRAME = ("k_mean", "k_shift", "exponent", "k_order", "k_gain")
+"""What pages have of the keys of a (row, KV head)."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,8 @@ def draw_pages(shape: Shape, mixture: Mixture, device: str = "cuda") -> SimpleNa
     """Return full pages of random codes in random order; the table of each sequence is sorted by width."""
     import torch
 
-    shares = sorted((key if isinstance(key, tuple) else (key, key), share) for key, share in mixture.items())
+    rungs = [(key if isinstance(key, tuple) else (key, key), share) for key, share in mixture.items()]
+    shares = sorted(rungs, key=lambda rung: (width_number(rung[0][0]), rung[0][1]))
     quads = shape.tokens // (QUAD * TOKENS_PER_PAGE)
     entries = QUAD * quads
     layouts = tuple(PageLayout(shape.head_dim, *bits, 2) for bits, _ in shares)
@@ -57,16 +61,21 @@ def draw_pages(shape: Shape, mixture: Mixture, device: str = "cuda") -> SimpleNa
         rung[:, bounds[r] : bounds[r + 1]] = r
         order = torch.randperm(count, device=device).to(torch.int32)
         index[:, bounds[r] : bounds[r + 1]] = order.view(shape.num_sequences, -1)
-    table = (shape.batch, shape.num_heads_kv, entries)
+    frame = shape.batch, shape.num_heads_kv
+    table = (*frame, entries)
+    orders = [torch.randperm(shape.head_dim, device=device) for _ in range(shape.num_sequences)]
     return SimpleNamespace(
         layouts=layouts,
         pools=tuple(pools),
         rung=rung.view(table),
         index=index.view(table),
         count=torch.full(table, TOKENS_PER_PAGE, dtype=torch.uint8, device=device),
-        num_pages=torch.full(table[:2], entries, dtype=torch.int32, device=device),
-        k_mean=torch.randn(*table[:2], shape.head_dim, device=device, dtype=torch.float16),
-        k_shift=torch.zeros(*table[:2], shape.head_dim, device=device, dtype=torch.uint8),
+        num_pages=torch.full(frame, entries, dtype=torch.int32, device=device),
+        k_mean=torch.randn(*frame, shape.head_dim, device=device, dtype=torch.float16),
+        k_shift=torch.zeros(*frame, shape.head_dim, device=device, dtype=torch.uint8),
+        exponent=torch.zeros(*frame, 2, device=device, dtype=torch.int8),
+        k_order=torch.stack(orders).to(torch.uint8).view(*frame, shape.head_dim),
+        k_gain=(16 * torch.exp(torch.randn(*frame, 4, device=device) * 0.3)).half().float(),
         dtype="bfloat16",
     )
 
@@ -83,9 +92,10 @@ def _draw_pool(layout: PageLayout, count: int, device: str) -> Any:
             values = torch.randn(size, device=device, dtype=torch.bfloat16)
             pool[begin : begin + 1024, : layout.positions] = values.view(torch.uint8)
     else:
-        for begin, bits in ((layout.k_steps, layout.blocks[0]), (layout.v_steps, layout.bits_v)):
+        for begin, bits in ((layout.k_steps, layout.bits_k), (layout.v_steps, layout.bits_v)):
+            unit = 0.25 if isinstance(bits, tuple) else 1.7 / 2**bits
             step = torch.exp(torch.randn(count, TOKENS_PER_PAGE, device=device) * 0.3)
-            codes = (step * (1.7 / 2**bits)).half().view(torch.int16) >> 7
+            codes = (step * unit).half().view(torch.int16) >> 7
             pool[:, begin : begin + TOKENS_PER_PAGE] = codes.to(torch.uint8)
     return pool
 
@@ -107,8 +117,7 @@ def relative_error(pages: SimpleNamespace, q: Any, out: Any, pair: int) -> float
         index=slot[None, None],
         count=np.full((1, 1, len(rung)), TOKENS_PER_PAGE),
         num_pages=np.array([[len(rung)]]),
-        k_mean=pages.k_mean[b, h].cpu().numpy()[None, None],
-        k_shift=pages.k_shift[b, h].cpu().numpy()[None, None],
+        **{name: getattr(pages, name)[b, h].cpu().numpy()[None, None] for name in FRAME},
         dtype=pages.dtype,
     )
     own = slice(h * group, (h + 1) * group)
@@ -130,9 +139,7 @@ def attended_apart(pages: SimpleNamespace, q: Any, backend: Any) -> Any:
     for b, h in itertools.product(range(batch), range(kv_heads)):
         own, heads = (slice(b, b + 1), slice(h, h + 1)), slice(h * group, (h + 1) * group)
         tables = {name: getattr(pages, name)[own] for name in ("rung", "index", "count", "num_pages")}
-        alone = SimpleNamespace(
-            **vars(pages) | tables | {name: getattr(pages, name)[own] for name in ("k_mean", "k_shift")}
-        )
+        alone = SimpleNamespace(**vars(pages) | tables | {name: getattr(pages, name)[own] for name in FRAME})
         backend.attend(q[own[0], :, heads], alone, part, lse, workspace, scale=q.shape[3] ** -0.5)
         out[own[0], :, heads] = part
     return out

@@ -14,7 +14,7 @@ from kvlab.lab.benchmark import run as benchmark
 from kvlab.lab.benchmark.baseline import Options
 from kvlab.lab.benchmark.decode_cuda import LADDERS
 from kvlab.lab.benchmark.decode_figure import draw
-from kvlab.lab.benchmark.device_pages import Shape, draw_pages, relative_error
+from kvlab.lab.benchmark.device_pages import FRAME, Shape, draw_pages, relative_error
 from kvlab.reference.packed import packed_attention
 
 SHAPE = Shape(2, 640, num_heads_q=4, num_heads_kv=2, head_dim=64)
@@ -32,16 +32,13 @@ def test_pages_are_full_and_each_is_in_one_table_once() -> None:
 
 
 def attended(pages: SimpleNamespace, q: torch.Tensor) -> torch.Tensor:
-    arrays = {
-        name: getattr(pages, name).numpy()
-        for name in ("rung", "index", "count", "num_pages", "k_mean", "k_shift")
-    }
+    arrays = {name: getattr(pages, name).numpy() for name in ("rung", "index", "count", "num_pages", *FRAME)}
     arrays["pools"] = [pool.numpy() for pool in pages.pools]
     own = SimpleNamespace(layouts=pages.layouts, dtype=pages.dtype, **arrays)
     return torch.from_numpy(packed_attention(q.float().numpy(), own)[0]).to(torch.bfloat16)
 
 
-@pytest.mark.parametrize("name", ["16", "3", "8/4/2", "default"])
+@pytest.mark.parametrize("name", ["16", "3", "8/4/2", "default", "profiles"])
 def test_the_judge_accepts_the_right_answer_alone(name: str) -> None:
     pages = draw_pages(SHAPE, LADDERS[name], device="cpu")
     q = torch.randn(2, 1, 4, 64, dtype=torch.bfloat16)

@@ -1,0 +1,80 @@
+"""Time decode over keys in blocks of channels beside widths of the same bytes, back and forth.
+
+    python benchmarks/packed_decode/profiles.py OUT.json [--shapes ...] [--pairs ...] [--seconds N]
+
+Cases are drawn and checked as `kvlab.lab.benchmark.decode_cuda` tells. A ratio below 1 says that profiles are
+faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import pathlib
+import time
+
+import numpy as np
+import torch
+
+from kvlab.lab.benchmark.decode_cuda import LADDERS, prepare_packed
+from kvlab.lab.benchmark.device_pages import Shape
+from kvlab.lab.results import provenance
+from kvlab.lab.timing_gpu import time_in_succession
+
+SHAPES = {
+    "gqa 1 x 32K": Shape(1, 32768), "gqa 8 x 32K": Shape(8, 32768), "gqa 1 x 4K": Shape(1, 4096),
+    "gqa 1 x 32K d64": Shape(1, 32768, head_dim=64), "gqa 8 x 32K d64": Shape(8, 32768, head_dim=64),
+    "gqa 64/8 1 x 32K": Shape(1, 32768, 64), "gqa 64/8 8 x 32K": Shape(8, 32768, 64),
+    "gqa 64 x 16K": Shape(64, 16384),
+}  # fmt: skip
+PAIRS = {
+    "default": (LADDERS["default"], LADDERS["profiles"]),
+    "k4v3": ({(4, 3): 1.0}, LADDERS["k8422v3"]),
+    "2": (LADDERS["2"], LADDERS["k4220v2"]),
+    "k3v2": ({(3, 2): 1.0}, LADDERS["k4422v2"]),
+    "8": (LADDERS["8"], LADDERS["k8888v8"]),
+}
+TURNS = (0, 1, 1, 0, 0, 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=pathlib.Path)
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--pairs", default=",".join(PAIRS))
+    parser.add_argument("--seconds", type=float, default=600, help="no case begins later")
+    options = parser.parse_args()
+    begun, rows = time.monotonic(), []
+    for shape, pair in itertools.product(options.shapes.split(","), options.pairs.split(",")):
+        if time.monotonic() - begun > options.seconds:
+            break
+        cases = [prepare_packed(SHAPES[shape], mixture, most_compared=4096) for mixture in PAIRS[pair]]
+        times: tuple[list[float], list[float]] = [], []
+        for turn in TURNS:
+            times[turn].append(1e6 * time_in_succession(cases[turn].calls, 20).median)
+        us, nbytes = [float(np.median(x)) for x in times], [case.nbytes for case in cases]
+        ratio = us[1] / us[0] * nbytes[0] / nbytes[1]
+        rows.append(
+            {
+                "shape": shape,
+                "pair": pair,
+                "us": us,
+                "times_us": times,
+                "bytes": nbytes,
+                "ratio_at_equal_bytes": ratio,
+                "relative_errors": [case.relative_error for case in cases],
+            }
+        )
+        print(
+            f"{shape:18s} {pair:8s} widths {us[0]:8.2f} us, profiles {us[1]:8.2f} us, {us[1] / us[0]:.3f} x,"
+            f" bytes {nbytes[1] / nbytes[0]:.3f} x, at equal bytes {ratio:.3f} x",
+            flush=True,
+        )
+        del cases
+        torch.cuda.empty_cache()
+        options.out.write_text(json.dumps(provenance() | {"rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
