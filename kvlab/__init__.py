@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvlab.errors import FormatError as FormatError
     from kvlab.errors import OutOfMemory as OutOfMemory
     from kvlab.integrations.accelerate import accelerate as accelerate
+    from kvlab.integrations.frames import measure_frames as measure_frames
     from kvlab.integrations.quantized import quantized as quantized
     from kvlab.integrations.reading import perplexity as perplexity
     from kvlab.integrations.reading import read as read
@@ -54,6 +55,7 @@ _HOME = {
     "grouped_attention_varlen": "kvlab.ops.grouped",
     "grouped_attention_varlen_backward": "kvlab.ops.grouped_backward",
     "last_backend": "kvlab.registry",
+    "measure_frames": "kvlab.integrations.frames",
     "merge_attention": "kvlab.ops.attention",
     "pack": "kvlab.ops.bits",
     "pack_ternary": "kvlab.ops.bits",

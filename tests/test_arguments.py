@@ -183,6 +183,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, tuple[Any, str]]]] = {
 HAVE_NO_PLAIN_ARGUMENTS = {"BudgetError", "FormatError", "OutOfMemory", "Quantized", "last_backend"}
 ELSEWHERE = {
     "accelerate": "tests/integrations/test_accelerate.py",
+    "measure_frames": "tests/integrations/test_frames.py",
     "perplexity": "tests/integrations/test_reading.py",
     "quantized": "tests/integrations/test_quantized.py",
     "read": "tests/integrations/test_reading.py",

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 __all__ = [
     "ASKING",
     "BLOCKS",
+    "FEWEST",
     "FIRST",
     "LAST",
     "LEAST_EXPONENT",

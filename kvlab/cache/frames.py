@@ -6,6 +6,7 @@ text of some 2,000 tokens says more, whatever it is about (docs/performance/qual
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlab.cache import persistence
 from kvlab.cache.frame import (
     FIRST,
     add_queries,
@@ -24,8 +26,9 @@ from kvlab.cache.frame import (
     key_shift,
     to_mean,
 )
+from kvlab.errors import FormatError
 
-__all__ = ["KeyFrames"]
+__all__ = ["KeyFrames", "frames_of_layer"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +54,13 @@ class KeyFrames:
         If shapes or types do not fit together, or a table holds what no frame has.
     TypeError
         If a table is no NumPy array.
+
+    Examples
+    --------
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 80, 2, 64), dtype=np.float32)
+    >>> frames = KeyFrames.measured([(q, k, v)])
+    >>> frames.k_order.shape, frames.k_gain.shape
+    ((1, 2, 64), (1, 2, 4))
     """
 
     k_mean: NDArray[np.float16]
@@ -94,28 +104,43 @@ class KeyFrames:
             num_heads_kv, head_dim), as a cache takes them. The first four tokens of a row are left out.
         narrow : bool
             For ladders without a width of 8 for keys: see `kvlab.cache.frame.key_mean`.
+        """
+        arrays = ([np.asarray(x, np.float32) for x in layer] for layer in layers)
+        found = [frames_of_layer(*layer, narrow=narrow) for layer in arrays]
+        return cls(*map(np.stack, zip(*found, strict=True)))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the frames to a file, atomically; see `kvlab.cache.persistence` for the format.
 
         Examples
         --------
-        >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 80, 2, 64), dtype=np.float32)
-        >>> frames = KeyFrames.measured([(q, k, v)])
-        >>> frames.k_order.shape, frames.k_gain.shape
-        ((1, 2, 64), (1, 2, 4))
+        >>> import tempfile
+        >>> frames = KeyFrames.measured(np.ones((1, 3, 1, 80, 2, 64), np.float32))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     frames.save(f"{folder}/frames")
+        ...     bool((KeyFrames.load(f"{folder}/frames").k_mean == frames.k_mean).all())
+        True
         """
-        found = []
-        for layer in layers:
-            q, k, v = (np.asarray(x, np.float32) for x in layer)
-            sinks, keys = k[0, :FIRST], k[:, FIRST:].reshape(-1, *k.shape[2:])
-            sample, last = np.concatenate([sinks, keys]), len(sinks) + len(keys)
-            asked = np.zeros(k.shape[2:], np.float32)
-            add_queries(asked, q[:, FIRST:].reshape(-1, *q.shape[2:]))
-            exponent = exponent_of(sample, last), exponent_of(v.reshape(-1, *v.shape[2:]), v.size)
-            mean = key_mean(sample, exponent[0], narrow=narrow, last=last)
-            shift = key_shift(sample, mean, asked, exponent[0], last)
-            order = key_order(sample, mean, asked, exponent[0], last)
-            gain = key_gain(sample, mean, shift, order, exponent[0], last)
-            found.append((mean, shift, np.stack(exponent, axis=1), order, gain))
-        return cls(*map(np.stack, zip(*found, strict=True)))
+        arrays = {field.name: getattr(self, field.name) for field in fields(self)}
+        persistence.write(path, {"version": persistence.FORMAT_VERSION, "holds": "frames"}, arrays)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> KeyFrames:
+        """Read frames from a file.
+
+        Raises
+        ------
+        FormatError
+            If the file is damaged, truncated, of another version, or holds no frames.
+        """
+        description, arrays = persistence.read(path)
+        names = {field.name for field in fields(cls)}
+        if description.get("holds") != "frames" or set(arrays) != names:
+            raise FormatError(f"{os.fspath(path)}: holds no frames; a cache is loaded by MixedPrecisionCache")
+        try:
+            return cls(**arrays)
+        except ValueError as error:
+            raise FormatError(f"{os.fspath(path)}: {error}") from None
 
     def of_layer(self, layer: int, *, in_blocks: bool) -> dict[str, NDArray[Any]]:
         """The tables of a layer, by name; where keys are not kept in blocks, mean and shift alone."""
@@ -123,3 +148,19 @@ class KeyFrames:
             return {field.name: getattr(self, field.name)[layer] for field in fields(self)}
         scaled = np.ldexp(self.k_mean[layer].astype(np.float64), self.exponent[layer, :, :1].astype(int))
         return {"k_mean": to_mean(scaled), "k_shift": self.k_shift[layer]}
+
+
+def frames_of_layer(
+    q: NDArray[np.float32], k: NDArray[np.float32], v: NDArray[np.float32], *, narrow: bool
+) -> tuple[NDArray[Any], ...]:
+    """Take the tables of a layer from its queries, keys and values, (rows, tokens, heads, head_dim)."""
+    sinks, keys = k[0, :FIRST], k[:, FIRST:].reshape(-1, *k.shape[2:])
+    sample, last = np.concatenate([sinks, keys]), len(sinks) + len(keys)
+    asked = np.zeros(k.shape[2:], np.float32)
+    add_queries(asked, q[:, FIRST:].reshape(-1, *q.shape[2:]))
+    exponent = exponent_of(sample, last), exponent_of(v.reshape(-1, *v.shape[2:]), v.size)
+    mean = key_mean(sample, exponent[0], narrow=narrow, last=last)
+    shift = key_shift(sample, mean, asked, exponent[0], last)
+    order = key_order(sample, mean, asked, exponent[0], last)
+    gain = key_gain(sample, mean, shift, order, exponent[0], last)
+    return mean, shift, np.stack(exponent, axis=1), order, gain

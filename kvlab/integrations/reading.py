@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from kvlab.integrations.transformers import KVLabCache
 
-__all__ = ["perplexity", "read", "read_chunks"]
+__all__ = ["check_ids", "perplexity", "read", "read_chunks"]
 
 
 def read(
@@ -80,7 +80,7 @@ def read(
         import torch
         from transformers.modeling_outputs import CausalLMOutputWithPast
     with _caches(model, options) as make_cache:
-        mask = _check(model, ids, attention_mask)
+        mask = check_ids(model, ids, attention_mask)
         cache = make_cache()
         parts = read_chunks(model, ids, cache, chunk=chunk, attention_mask=mask)
         logits = torch.cat([logits for _, logits in parts], 1)
@@ -134,7 +134,7 @@ def perplexity(
         import torch
     context = whole_number(context, "context", 1)
     with _caches(model, options) as make_cache:
-        mask = _check(model, ids, attention_mask)
+        mask = check_ids(model, ids, attention_mask)
         ids = ids.to(model.device)
         valid = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.to(model.device).bool()
         scored = (valid & (valid.cumsum(1) > context))[:, 1:] & valid[:, :-1]
@@ -244,7 +244,7 @@ def _caches(model: Any, options: dict[str, Any]) -> Iterator[Callable[[], KVLabC
             yield cache_maker(model)  # type: ignore[misc]
 
 
-def _check(model: Any, ids: Any, mask: Any) -> torch.Tensor | None:
+def check_ids(model: Any, ids: Any, mask: Any) -> torch.Tensor | None:
     """Refuse what cannot be read; return the mask if it hides something."""
     import torch
 
