@@ -24,6 +24,9 @@ from kvlab.reference.pages import bit_address
 from tests.compare import assert_accurate, low_precision_attention
 
 MIXED = ((2, 2), (3, 3), (4, 4), (8, 8), (16, 16))
+PROFILES = ((4, 2, 2, 0), (4, 4, 2, 2), (8, 4, 2, 2), (8, 4, 4, 4), (8, 8, 8, 8))
+MIXED_PROFILES = (*zip(PROFILES, (2, 2, 3, 4, 8), strict=True), (16, 16))
+LADDERS = {"widths": MIXED, "profiles": MIXED_PROFILES}
 DTYPES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 BACKENDS = {"cuda": packed_cuda, "numba": packed_numba}
 NAN_BITS = {"float16": 0x7E00, "bfloat16": 0x7FC0}
@@ -48,6 +51,9 @@ class DevicePages:
     num_pages: torch.Tensor
     k_mean: torch.Tensor
     k_shift: torch.Tensor
+    exponent: torch.Tensor
+    k_order: torch.Tensor
+    k_gain: torch.Tensor
     dtype: str
 
 
@@ -60,7 +66,7 @@ def on_device(pages: LayerPages) -> DevicePages:
         put(pages.base.view(np.int16)),
         put(pages.num_pages),
     )
-    frame = put(pages.k_mean), put(pages.k_shift)
+    frame = map(put, (pages.k_mean, pages.k_shift, pages.exponent, pages.k_order, pages.k_gain))
     return DevicePages(pages.layouts, tuple(map(put, pages.pools)), *tables, *frame, pages.dtype)
 
 
@@ -85,12 +91,12 @@ def draw_pool(rng: np.random.Generator, layout: PageLayout, dtype: str, pages: i
             pool[:, begin:end] = values.view(np.uint8)
         else:
             noise = np.exp(0.3 * rng.standard_normal((pages, TOKENS_PER_PAGE))).astype(np.float16)
-            step = np.float16(1.7 / 2**bits) * noise
+            step = np.float16(0.25 if isinstance(bits, tuple) else 1.7 / 2**bits) * noise
             pool[:, end : end + TOKENS_PER_PAGE] = (step.view(np.uint16) >> 7).astype(np.uint8)
     return pool
 
 
-def sides_of(layout: PageLayout) -> dict[str, tuple[int, int, int]]:
+def sides_of(layout: PageLayout) -> dict[str, tuple[Any, int, int]]:
     """Of K and V: bits, and where codes begin and end; steps follow."""
     return {
         "k": (layout.bits_k, layout.k_codes, layout.k_steps),
@@ -101,7 +107,7 @@ def sides_of(layout: PageLayout) -> dict[str, tuple[int, int, int]]:
 def poison(record: np.ndarray, layout: PageLayout, dtype: str, count: int) -> None:
     """Make the unused slots of a page NaN."""
     for side, (bits, begin, end) in sides_of(layout).items():
-        if bits < 16:
+        if bits != 16:
             record[end + count : end + TOKENS_PER_PAGE] = 0xFF
         else:
             elements = record[begin:end].view(np.uint16)
@@ -119,7 +125,7 @@ def draw_pages(
     seed: int,
     dtype: str,
     head_dim: int,
-    rungs: tuple[tuple[int, int], ...],
+    rungs: tuple[tuple[Any, int], ...],
     lengths: np.ndarray,
     *,
     full: bool = False,
@@ -159,7 +165,18 @@ def draw_pages(
         mean,
         dtype,
         draw_shifts(rng, mean.shape),
+        **draw_blocks(rng, mean.shape) if any(layout.in_blocks for layout in layouts) else {},
     )
+
+
+def draw_blocks(rng: np.random.Generator, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+    """What frames of heads have where keys are kept in blocks: elements of about 16 are of unit size."""
+    gain = 16 * np.exp2(rng.uniform(-0.5, 2, (*shape[:2], 4)))
+    return {
+        "exponent": rng.integers(-3, 4, (*shape[:2], 2)).astype(np.int8),
+        "k_order": np.argsort(rng.random(shape), axis=-1).astype(np.uint8),
+        "k_gain": gain.astype(np.float16).astype(np.float32),
+    }
 
 
 def draw_shifts(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:

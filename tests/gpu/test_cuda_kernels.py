@@ -21,6 +21,7 @@ from tests.compare import assert_accurate
 from tests.gpu import packed_cases
 from tests.gpu.packed_cases import (
     DTYPES,
+    LADDERS,
     MIXED,
     attend,
     check,
@@ -77,8 +78,9 @@ def test_softcap_scale_and_kept_scores(backend: Any) -> None:
 
 @pytest.mark.parametrize("group", [1, 4, 11])
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
-def test_scores_kept_as_bytes_are_those_of_float32_rounded(group: int, softcap: float) -> None:
-    pages = draw_pages(18, "bfloat16", 128, MIXED, np.array([[20, 9], [0, 33]]))
+@pytest.mark.parametrize("ladder", LADDERS)
+def test_scores_kept_as_bytes_are_those_of_float32_rounded(group: int, softcap: float, ladder: str) -> None:
+    pages = draw_pages(18, "bfloat16", 128, LADDERS[ladder], np.array([[20, 9], [0, 33]]))
     q = draw_queries(18, "bfloat16", 2, 3, 2 * group, 128) * np.float32(2).astype(DTYPES["bfloat16"])
     whole = attend(packed_cuda, q, pages, keep_scores=2, softcap=softcap)
     used = used_quads(pages)

@@ -10,7 +10,16 @@ import pytest
 
 from kvlab.pages import NO_PAGE, LayerPages
 from tests.gpu import packed_cases
-from tests.gpu.packed_cases import MIXED, attend, check, draw_pages, draw_queries, own_pool, to_numpy
+from tests.gpu.packed_cases import (
+    LADDERS,
+    MIXED,
+    attend,
+    check,
+    draw_pages,
+    draw_queries,
+    own_pool,
+    to_numpy,
+)
 
 backend = packed_cases.each_backend
 
@@ -74,16 +83,17 @@ def test_a_window_reads_no_page_before_it(
     check(backend, q, pages, unread(pages, first, left), **options)
 
 
-def test_a_window_with_softcap_and_kept_scores(backend: Any) -> None:
-    pages = spread(draw_pages(22, "bfloat16", 128, MIXED, np.array([[40, 7], [0, 200]])), 22)
+@pytest.mark.parametrize("ladder", LADDERS)
+def test_a_window_with_softcap_and_kept_scores(backend: Any, ladder: str) -> None:
+    pages = spread(draw_pages(22, "bfloat16", 128, LADDERS[ladder], np.array([[40, 7], [0, 200]])), 22)
     first, left = np.array([100_000, 99_993], np.int32), 100_000 - WINDOW_STARTS
     q = draw_queries(22, "bfloat16", 2, 9, 8, 128)
     options = {"window": (left, -1), "first_position": first, "softcap": 5.0, "keep_scores": 3}
     check(backend, q, pages, unread(pages, first, left), **options)
 
 
-@pytest.mark.parametrize("rungs", [((2, 2),), ((4, 4),), ((16, 16),)], ids=str)
-def test_a_window_over_one_width(backend: Any, rungs: tuple[tuple[int, int], ...]) -> None:
+@pytest.mark.parametrize("rungs", [((2, 2),), ((4, 4),), ((16, 16),), (((8, 4, 2, 2), 3),)], ids=str)
+def test_a_window_over_one_rung(backend: Any, rungs: tuple[tuple[Any, int], ...]) -> None:
     """Many sequences: lists that thread blocks share, with pages of several sequences."""
     lengths = np.random.default_rng(23).integers(0, 9, (30, 8))
     pages = spread(draw_pages(23, "bfloat16", 128, rungs, lengths), 23)

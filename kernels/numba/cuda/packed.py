@@ -14,7 +14,8 @@ mixture of widths, however the table is sorted.
       values    V^T p. Lane 4 g + u adds up its 16 tokens, four of each page, for channels g and g + 8 of
                 every block of channels, as integers, then quad after quad: out[head_dim / 8][rows] in
                 registers
-    `cuda/packed_products.py` has scores and values of coded pages, `cuda/packed_raw.py` of raw ones,
+    `cuda/packed_products.py` has scores and values of coded pages, `cuda/packed_blocks.py` scores of keys in
+    blocks of channels, `cuda/packed_raw.py` both of raw pages,
     `cuda/packed_steps.py` what stands between; `cuda/packed_merge.py` then merges the parts.
 
 A page of a quad may hold no token, and then may not exist. In its place the first one that does is read, the
@@ -38,12 +39,13 @@ import numpy as np
 from numba import cuda, types
 
 from .integers import pieces_of
+from .packed_blocks import make_block_scores
 from .packed_products import make_by_width, make_scores, make_values
+from .packed_query import make_queries
 from .packed_raw import make_raw_scores, make_raw_values
 from .packed_steps import (
     first_page,
     make_keep,
-    make_queries,
     make_result,
     make_row_max,
     make_weights,
@@ -51,7 +53,7 @@ from .packed_steps import (
     make_widths,
     position_of,
 )
-from .page import ALIGNED, ask_for, count_of, field_shift, power_of_two, step_of
+from .page import ALIGNED, BLOCKS, ask_for, count_of, field_shift, power_of_two, step_of
 
 uint8, int32, uint32, float32, int64 = np.uint8, np.int32, np.uint32, np.float32, np.int64
 
@@ -70,7 +72,9 @@ def rounds_of(widths_v):
     return [raw for raw in (False, True) if widths_v & (16 if raw else 15)]
 
 
-def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, window=0, blocks=6):
+def attend_pages(
+    head_dim, dtype, widths_k, widths_v, rows, profiles=0, softcap=0, kept=0, window=0, blocks=6
+):
     """Make the kernel that attends the quads of each part; `kvlab.jit.numba.build_numba` compiles it.
 
     Parameters
@@ -79,9 +83,11 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, w
     dtype : str
         Of q and of the cache.
     widths_k, widths_v : int
-        Which widths occur: a sum of 1 (2 bits), 2 (3 bits), 4, 8 and 16.
+        Which widths occur, of K in any block: a sum of 1 (2 bits), 2 (3 bits), 4, 8 and 16.
     rows : int
         Query rows that one expansion of a quad serves: 1, 2 or 4.
+    profiles : int
+        1 if keys are kept in blocks of channels, each with a width of its own; else 0.
     softcap, kept, window : int
         1 if scores are capped, some of them kept, or old tokens hidden; else 0.
     blocks : int
@@ -92,11 +98,12 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, w
         functools.partial(make, few_registers=blocks > 4) for make in (make_scores, make_values)
     )
     scores_2, scores_3, scores_4, scores_8, scores_16 = make_by_width(
-        make_coded_scores, make_raw_scores, widths_k, *common
+        make_coded_scores, make_raw_scores, widths_k & 16 if profiles else widths_k, *common
     )
     values_2, values_3, values_4, values_8, values_16 = make_by_width(
         make_coded_values, make_raw_values, widths_v, *common
     )
+    block_scores = make_block_scores(widths_k if profiles else 0, *common, few_registers=blocks > 4)
     coded_k, coded_v, both_rounds = widths_k & 15 != 0, widths_v & 15 != 0, len(rounds_of(widths_v)) == 2
     first_round, end_round = (int(raw) for raw in (rounds_of(widths_v)[0], rounds_of(widths_v)[-1]))
     end_round += 1
@@ -110,10 +117,12 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, w
     query_words, pair_words = coded_k * pieces * rows * head_dim // 2 or 1, coded_v * pieces * 32 * rows
     all_exchange, all_weights = WARPS * exchange_floats, WARPS * weights_floats or 1
     all_pairs, all_units, query_sums = WARPS * pair_words or 1, WARPS * 4 * rows, 4 * pieces * rows
+    if profiles:
+        query_sums *= BLOCKS
     all_pages = 4 * WARPS
     sums_floats, out_floats = 2 * rows, channels * rows
-    bring_row = make_queries(head_dim, dtype, rows, widths_k)
-    widths_of = make_widths(head_dim, dtype, widths_k, widths_v)
+    bring_row = make_queries(head_dim, dtype, rows, widths_k, profiles)
+    widths_of = make_widths(head_dim, dtype, widths_k, widths_v, profiles)
     whole_scores = make_whole_scores(rows, score_stride, softcap, window)
     update_row_max = make_row_max(rows, score_stride, out_floats)
     exp_scores, write_floats, write_largest, write_pairs = make_weights(rows, dtype)
@@ -123,7 +132,7 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, w
     def kernel(
         memory, pools, unit, bits_k, bits_v, rung, count, index, num_pages, k_mean, k_shift, q, q_batch,
         q_position, q_head, partial, scores, shares, quads, query_rows, group, keep, scale, cap,
-        base, first, left,
+        base, first, left, exponent, k_order, k_gain,
     ):  # fmt: skip
         exchange = cuda.shared.array(all_exchange, float32, alignment=ALIGNED)
         # Of q and p: floats for raw pages, [c][later] and [warp][b][later] of `place_of`; pairs of integers
@@ -162,7 +171,7 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, w
             source = batch * q_batch + position * q_position + head * q_head
             bring_row(
                 q, source, k_mean, k_shift, int64(pair) * head_dim, scale, row, lane, raw_queries,
-                query_pairs, sums_of_h, exchange, own, terms,
+                query_pairs, sums_of_h, exchange, own, terms, exponent, k_order, k_gain,
             )  # fmt: skip
             if window and lane == 0:
                 lowest[row] = int64(first[batch]) + int64(position) - left
@@ -242,7 +251,12 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, w
                 cuda.syncwarp()  # where the pages are is known
 
                 # Scores: every lane its columns of its 8 tokens.
-                if width_k == 2:
+                if profiles and width_k:
+                    block_scores(
+                        memory, pool, page_at, own_pages, lane, query_pairs, sums_of_h, exchange, mine,
+                        width_k,
+                    )  # fmt: skip
+                elif width_k == 2:
                     scores_2(memory, pool, page_at, own_pages, lane, query_pairs, sums_of_h, exchange, mine)
                 elif width_k == 3:
                     scores_3(memory, pool, page_at, own_pages, lane, query_pairs, sums_of_h, exchange, mine)
@@ -269,7 +283,9 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, w
                 for t in range(2):
                     slot = 2 * g + t
                     position = position_of(base[entry + u], pair_of_positions, t) if window else 0
-                    factor = step_of(k_step, slot) * power_of_two(-field_shift(width_k, t))
+                    factor = step_of(k_step, slot)
+                    if not profiles:
+                        factor *= power_of_two(-field_shift(width_k, t))
                     unused = slot >= tokens_here
                     if whole_scores(
                         exchange, start, t, factor, terms, coded, cap, unused, position, lowest, row_max, sums
@@ -313,12 +329,14 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, w
 
     pointer, whole = types.CPointer, types.int32
     element = pointer(types.uint32 if dtype == "float32" else types.uint16)
+    bits_k = types.UniTuple(types.int64, 3) if profiles else types.int64
     arguments = (
-        pointer(types.uint32), types.UniTuple(types.int64, MAX_RUNGS), whole, types.int64, types.int64,
+        pointer(types.uint32), types.UniTuple(types.int64, MAX_RUNGS), whole, bits_k, types.int64,
         pointer(types.uint8), pointer(types.uint32), pointer(types.uint32), pointer(types.int32),
         pointer(types.uint16), pointer(types.uint8), element, types.int64, types.int64, types.int64,
         pointer(types.float32), pointer(types.float32), whole, whole, whole, whole, whole,
         types.float32, types.float32, pointer(types.uint16), pointer(types.int32), whole,
+        pointer(types.int8), pointer(types.uint8), pointer(types.float32),
     )  # fmt: skip
     return kernel, arguments, (32 * WARPS, blocks)
 
@@ -329,4 +347,7 @@ def attend_pages(head_dim, dtype, widths_k, widths_v, rows, softcap=0, kept=0, w
 # gate: attend_pages head_dim=128 dtype=bfloat16 widths_k=1 widths_v=1 rows=4 softcap=1 kept=1 blocks=4 registers<=255
 # gate: attend_pages head_dim=64 dtype=float16 widths_k=4 widths_v=8 rows=4 window=1 blocks=4 registers<=255 arch=sm_80
 # gate: attend_pages head_dim=256 dtype=float16 widths_k=31 widths_v=31 rows=2 blocks=4 registers<=255 arch=sm_90a
+# gate: attend_pages head_dim=128 dtype=bfloat16 widths_k=13 widths_v=15 rows=4 profiles=1 blocks=4 registers<=255
+# gate: attend_pages head_dim=64 dtype=float16 widths_k=5 widths_v=1 rows=4 profiles=1 registers<=168 arch=sm_90a
+# gate: attend_pages head_dim=192 dtype=float32 widths_k=29 widths_v=31 rows=2 profiles=1 blocks=4 registers<=255 arch=sm_80
 # gate: attend_pages head_dim=80 dtype=float32 widths_k=31 widths_v=31 rows=4 blocks=4 registers<=255 arch=sm_80

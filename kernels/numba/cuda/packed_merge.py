@@ -16,25 +16,26 @@ import numpy as np
 from numba import cuda, types
 
 from .packed import LOWEST, rounds_of
-from .packed_steps import MERGE_THREADS, make_hadamard, max_number
-from .page import narrowed
+from .packed_query import block_of, make_hadamard, max_number
+from .packed_steps import MERGE_THREADS
+from .page import narrowed, power_of_two
 
-uint32, float32, int64 = np.uint32, np.float32, np.int64
+int32, uint32, float32, int64 = np.int32, np.uint32, np.float32, np.int64
 
 AT_ONCE = 16  # parts that are asked for together
 
 
-def merge_parts(head_dim, dtype, widths_v, rows):
+def merge_parts(head_dim, dtype, widths_v, rows, profiles=0):
     """Make the kernel that merges what `attend_pages` of the same options has written."""
-    narrow, hadamard = narrowed(dtype), make_hadamard(head_dim, MERGE_THREADS)
+    narrow, hadamard = narrowed(dtype), make_hadamard(head_dim, MERGE_THREADS, block_of(head_dim))
     kinds = rounds_of(widths_v)
     rounds, coded, raw = len(kinds), False in kinds, True in kinds
     part_floats = head_dim + 2
     threads = MERGE_THREADS
     each = -(-head_dim // threads)
-    norm = float32(1 / math.sqrt(head_dim & -head_dim))
+    norm = float32(1 / math.sqrt(block_of(head_dim)))
 
-    def kernel(partial, out, lse, parts, query_rows, group):
+    def kernel(partial, out, lse, parts, query_rows, group, exponent):
         weight = cuda.shared.array(threads, float32)
         weighted = cuda.shared.array(threads, float32)  # sums of p
         rotated = cuda.shared.array(head_dim, float32)
@@ -97,6 +98,9 @@ def merge_parts(head_dim, dtype, widths_v, rows):
                     rotated[channel] = coded_sum[c]
             cuda.syncthreads()  # the sum of rotated values is in shared memory
             hadamard(rotated, 0, thread)
+        factor = norm
+        if coded and profiles:
+            factor *= power_of_two(int32(exponent[2 * (int64(batch) * cuda.gridDim.y + head_kv) + 1]))
         heads, seqlen_q = cuda.gridDim.y * group, query_rows // group
         position = at // group
         head = head_kv * group + at - position * group
@@ -107,7 +111,7 @@ def merge_parts(head_dim, dtype, widths_v, rows):
                 if coded:
                     pairs = cuda.popc(uint32(channel & channel >> 1 & 0x55))
                     turned = (pairs & 1 == 1) != (channel & 0x7C == 0x7C)
-                    x += -rotated[channel] * norm if turned else rotated[channel] * norm
+                    x += -rotated[channel] * factor if turned else rotated[channel] * factor
                 if total != 0:
                     x /= total
                 to = ((int64(batch) * seqlen_q + position) * heads + head) * head_dim + channel
@@ -118,9 +122,12 @@ def merge_parts(head_dim, dtype, widths_v, rows):
 
     pointer, whole = types.CPointer, types.int32
     element = pointer(types.uint32 if dtype == "float32" else types.uint16)
-    arguments = (pointer(types.float32), element, pointer(types.float32), whole, whole, whole)
+    arguments = (
+        pointer(types.float32), element, pointer(types.float32), whole, whole, whole, pointer(types.int8),
+    )  # fmt: skip
     return kernel, arguments, (MERGE_THREADS, 1)
 
 
 # gate: merge_parts head_dim=128 dtype=bfloat16 widths_v=31 rows=4 registers<=128
+# gate: merge_parts head_dim=64 dtype=float16 widths_v=15 rows=4 profiles=1 registers<=128 arch=sm_90a
 # gate: merge_parts head_dim=80,256 dtype=float16,float32 widths_v=31 rows=2 registers<=128 arch=sm_90a

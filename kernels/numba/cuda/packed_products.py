@@ -17,7 +17,7 @@ FLAGS = {2: 1, 3: 2, 4: 4, 8: 8, 16: 16}
 """What stands for a width in a sum of those that occur."""
 
 
-def _nothing(*_):
+def nothing(*_):
     """Stand for a width that does not occur."""
 
 
@@ -39,19 +39,9 @@ def tiles_at_once(bits, dtype, head_dim):
     return max(n for n in (1, 2, 4) if blocks % n == 0 and (n < 4 or tile_words(bits, dtype) == 1))
 
 
-def make_scores(bits, dtype, head_dim, rows, few_registers):
-    """Make the device function that writes K q, over a lane's columns, of its 8 tokens to [8 tokens][rows].
-
-    Tokens are two of each page, pages go by twos, which takes fewer registers. The lane's first word of a
-    page of the quad is `pool` + 4 page_at[page]. pairs[piece][tile][half][u][rows] are those of columns
-    2 u + half and 8 later of q, sums_of_h[piece][u][rows] of the h of a lane's columns. Results are
-    `field_shift` powers of 2 larger than they should be, and count units of q. `few_registers`: few
-    are to spare.
-    """
-    blocks, half_sums, per_tile, pieces = head_dim // 16, 4 * rows, tile_words(bits, dtype), pieces_of(dtype)
-    at_once, codes, pair_words = tiles_at_once(bits, dtype, head_dim), codes_of(bits), head_dim // 2 * rows
-    load_tiles, largest = make_load_tiles(bits, dtype, head_dim, at_once), 2**bits - 1
-    all_words, per_q = 2 * at_once * per_tile, 2 * rows
+def make_key_steps(bits, rows):
+    """Make the device functions that take a lane's columns of q, and that add those of two tokens."""
+    codes = codes_of(bits)
 
     @device
     def take_pairs(pairs, at, q):
@@ -66,6 +56,24 @@ def make_scores(bits, dtype, head_dim, rows, few_registers):
             for row in range(rows):
                 i = (token + later) * rows + row
                 sums[i] = second_dot(q[rows + row], k, first_dot(q[row], k, sums[i]))
+
+    return take_pairs, add_tile
+
+
+def make_scores(bits, dtype, head_dim, rows, few_registers):
+    """Make the device function that writes K q, over a lane's columns, of its 8 tokens to [8 tokens][rows].
+
+    Tokens are two of each page, pages go by twos, which takes fewer registers. The lane's first word of a
+    page of the quad is `pool` + 4 page_at[page]. pairs[piece][tile][half][u][rows] are those of columns
+    2 u + half and 8 later of q, sums_of_h[piece][u][rows] of the h of a lane's columns. Results are
+    `field_shift` powers of 2 larger than they should be, and count units of q. `few_registers`: few
+    are to spare.
+    """
+    blocks, half_sums, per_tile, pieces = head_dim // 16, 4 * rows, tile_words(bits, dtype), pieces_of(dtype)
+    at_once, pair_words = tiles_at_once(bits, dtype, head_dim), head_dim // 2 * rows
+    load_tiles, largest = make_load_tiles(bits, dtype, head_dim, at_once), 2**bits - 1
+    all_words, per_q = 2 * at_once * per_tile, 2 * rows
+    take_pairs, add_tile = make_key_steps(bits, rows)
 
     @device  # four calls, since NVVM leaves a loop as it is for some GPUs
     def write_token(sums, token, piece, exchange, start):
@@ -198,7 +206,7 @@ def make_values(bits, dtype, head_dim, rows, few_registers):
 
 def make_by_width(make, make_raw, widths, *common):
     """Make a device function for each width that occurs, and one that does nothing for each that does not."""
-    skip = device(_nothing)
+    skip = device(nothing)
     return tuple(
         (make_raw if bits == 16 else make)(bits, *common) if widths & flag else skip
         for bits, flag in FLAGS.items()

@@ -9,9 +9,10 @@ import math
 import numpy as np
 from numba import cuda
 
-from .integers import MAGNITUDE, MOST, PIECE, SMALLEST, nearest, pair_of, pieces_of, unit_of
+from .integers import MAGNITUDE, PIECE, SMALLEST, nearest, pair_of, pieces_of, unit_of
+from .packed_query import max_number
 from .packed_raw import place_of
-from .page import device, from_float16, widened, words_of_side
+from .page import BLOCKS, device, words_of_side
 
 int32, uint32, int64, float32 = np.int32, np.uint32, np.int64, np.float32
 
@@ -19,113 +20,6 @@ MERGE_THREADS = 128
 HEADROOM = float32(6)
 """How far a score may exceed the running maximum of its row before the maximum follows: what is added up then
 has to be rescaled, which costs more than a few larger weights."""
-
-
-def make_hadamard(head_dim, threads):
-    """Make the device function that rotates a vector in shared memory, not normalised.
-
-    `threads` share the butterflies: those of a warp (32) or of a block.
-    """
-    block, each = head_dim & -head_dim, -(-head_dim // (2 * threads))
-    whole_block = threads > 32
-
-    @device
-    def hadamard(x, at, thread):
-        h = 1
-        while h < block:
-            for j in range(each):
-                i = thread + j * threads
-                if i < head_dim // 2:
-                    low = uint32(at + 2 * i - (i & (h - 1)))
-                    high = uint32(low + h)
-                    a, b = x[low], x[high]
-                    x[low], x[high] = a + b, a - b
-            if whole_block:
-                cuda.syncthreads()  # this stage is in shared memory
-            else:
-                cuda.syncwarp()
-            h *= 2
-
-    return hadamard
-
-
-def make_queries(head_dim, dtype, rows, widths):
-    """Make the device function that brings a query row, scaled, to shared memory; a warp takes one at a time.
-
-    For raw keys it comes as it is, by `query_place`. For coded ones it is rotated and becomes integers h of
-    one unit, as `make_scores` wants them. In terms[2][rows] come the product with the mean of the keys and
-    the unit.
-    """
-    widen, hadamard, each = widened(dtype), make_hadamard(head_dim, 32), -(-head_dim // 32)
-    norm = float32(1 / math.sqrt(head_dim & -head_dim))
-    raw, coded, pieces = widths & 16 != 0, widths & 15 != 0, pieces_of(dtype)
-    words = head_dim // 2
-    each_word = -(-words // 32)
-
-    @device
-    def bring_pairs(x, row, lane, pairs, sums_of_h, exchange, own, inverse):
-        for piece in range(pieces):
-            sum_of_h = float32(0)
-            for i in range(each):
-                channel = lane + 32 * i
-                if channel < head_dim:
-                    if piece == 0:
-                        x[i] *= inverse
-                    h = nearest(x[i])
-                    exchange[uint32(own + channel)] = h
-                    sum_of_h += h
-                    x[i] = (x[i] - h) / PIECE
-            exchange[uint32(own + head_dim + lane)] = sum_of_h
-            cuda.syncwarp()  # all h are there
-            for i in range(each_word):
-                word = lane + 32 * i
-                if word < words:
-                    channel = 16 * (word >> 3) + 2 * (word & 3) + (word >> 2 & 1)
-                    pair = pair_of(exchange[uint32(own + channel)], exchange[uint32(own + channel + 8)])
-                    pairs[uint32((piece * words + word) * rows + row)] = pair
-            if lane < 4:
-                sum_of_h = float32(0)
-                for i in range(8):  # all channels of lanes 8 j + 2 u and 8 j + 2 u + 1 are columns of u
-                    sum_of_h += exchange[uint32(own + head_dim + 8 * (i >> 1) + 2 * lane + (i & 1))]
-                sums_of_h[(4 * piece + lane) * rows + row] = int32(sum_of_h)
-            cuda.syncwarp()  # they are read before others come
-
-    @device
-    def bring_row(
-        q, source, k_mean, k_shift, frame_at, scale, row, lane, raw_queries, pairs, sums_of_h, exchange, own,
-        terms,
-    ):  # fmt: skip
-        mean_sum, largest = float32(0), SMALLEST
-        x = cuda.local.array(each, float32)
-        for i in range(each):
-            channel = lane + 32 * i
-            if channel < head_dim:
-                x[i] = widen(q[source + channel]) * scale
-                exchange[own + channel] = x[i] * float32(int32(1) << int32(k_shift[frame_at + channel]))
-                mean_sum += x[i] * from_float16(k_mean[frame_at + channel])
-                if raw:
-                    raw_queries[query_place(channel, row, rows)] = x[i]
-        cuda.syncwarp()  # the row is in shared memory
-        if coded:
-            hadamard(exchange, own, lane)
-            for i in range(each):
-                channel = lane + 32 * i
-                if channel < head_dim:
-                    x[i] = exchange[own + channel] * norm
-                    largest = max_number(largest, abs(x[i]))
-            cuda.syncwarp()  # the rotated row is read
-            exchange[own + lane], exchange[own + 32 + lane] = mean_sum, largest
-            cuda.syncwarp()  # the 32 parts of the sum, and of the largest, are there
-            mean_sum = float32(0)
-            for i in range(32):
-                mean_sum += exchange[uint32(own + i)]
-                largest = max_number(largest, exchange[uint32(own + 32 + i)])
-            if lane == 0:
-                terms[row], terms[rows + row] = mean_sum, largest / float32(MOST)
-            cuda.syncwarp()  # they are read before others come
-            bring_pairs(x, row, lane, pairs, sums_of_h, exchange, own, float32(MOST) / largest)
-
-    return bring_row
 
 
 def make_whole_scores(rows, score_stride, softcap, window):
@@ -281,11 +175,12 @@ def make_result(head_dim, rows, out_stride):
     return write_result
 
 
-def make_widths(head_dim, dtype, widths_k, widths_v):
+def make_widths(head_dim, dtype, widths_k, widths_v, profiles):
     """Make the device function that returns the widths of a rung, 0 for 16, and where parts of a page begin.
 
     In words from the codes of K, which come first: steps of K, codes of V, steps of V, positions; then the
-    words of the record. At width 16 there are no steps.
+    words of the record. At width 16 there are no steps. With `profiles` the width of K is the `ends` of
+    `make_block_scores`, and bits_k[3] has those of 8, 4 and 2 bits.
     """
     raw_words, tiles = words_of_side(16, dtype, head_dim), head_dim // 16
     width_of_flag = {1: 2, 2: 3, 4: 4, 8: 8, 16: 0}
@@ -296,10 +191,30 @@ def make_widths(head_dim, dtype, widths_k, widths_v):
         return raw_words if width == 0 else (tiles * width + 3) // 4 * 32
 
     @device
+    def key_width(bits_k, rung):
+        return (bits_k >> (4 * rung)) & 15 if only_k < 0 else only_k
+
+    @device
+    def key_ends(bits_k, rung):
+        ends = int64(0)
+        for i in range(3):
+            ends |= ((bits_k[i] >> (4 * rung)) & 15) << 4 * i
+        return int32(ends)
+
+    @device
+    def block_words(ends):
+        """All widths of the blocks are 4 end_8 + 2 end_4 + 2 end_2."""
+        if ends == 0:
+            return raw_words
+        return (tiles // BLOCKS * (2 * (ends & 15) + (ends >> 4 & 15) + (ends >> 8)) + 1) // 2 * 32
+
+    width_k_of, k_words = (key_ends, block_words) if profiles else (key_width, side_words)
+
+    @device
     def widths_of(bits_k, bits_v, rung):
-        width_k = (bits_k >> (4 * rung)) & 15 if only_k < 0 else only_k
+        width_k = width_k_of(bits_k, rung)
         width_v = (bits_v >> (4 * rung)) & 15 if only_v < 0 else only_v
-        k_steps = side_words(width_k)
+        k_steps = k_words(width_k)
         v_codes = k_steps + (4 if width_k else 0)
         v_steps = v_codes + side_words(width_v)
         positions = v_steps + (4 if width_v else 0)
@@ -320,15 +235,3 @@ def first_page(counts):
 def position_of(base, pair, t):
     """Return the position of one of two slots: `base` has its upper 16 bits, a half of `pair` the others."""
     return (int64(base) << 16) + int64((pair >> uint32(16 * t)) & uint32(0xFFFF))
-
-
-@device
-def query_place(channel, row, rows):
-    """Return where an element of q is: [channel // 8][place of the column and row]."""
-    return channel // 8 * 8 * rows + place_of(channel % 8, row, rows)
-
-
-@device
-def max_number(a, b):
-    """Return the larger one; b is passed over if it is NaN."""
-    return b if b > a else a

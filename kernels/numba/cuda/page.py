@@ -1,4 +1,4 @@
-"""The page format, version 2, as a lane of a warp reads it: where an element is, what number it stands for.
+"""The page format as a lane of a warp reads it: where an element is, what number it stands for.
 
 A page holds up to 16 tokens. Its codes are two matrices, keys (16 tokens, head_dim) and values transposed
 (head_dim, 16), each cut into head_dim / 16 tiles of 16 x 16. Slot s of a page is row s // 2 + 8 (s % 2) of
@@ -17,7 +17,11 @@ both at
     8 bits    1 tile, 2 words     bit 8 (r % 2) of word r // 2
     width 16  1 tile, 4 words     word r (float32: 8 words, word 2 r + half)
 
-A code c stands for n = 2 c - (2**bits - 1), times a step. Codes are multiplied as bytes (`cuda/integers.py`):
+A code c stands for n = 2 c - (2**bits - 1), times a step. Keys of a profile have a width for each quarter of
+their channels, a *block*, in an order of the head: neighbouring blocks of one width are tiles as above, those
+of the widest first, and n counts `FACTORS[width]` steps. A block of width 0 has no codes.
+
+Codes are multiplied as bytes (`cuda/integers.py`):
 `load_tile_of` makes words that have both rows of a tile, in fields of which a mask leaves one. Byte 0 is
 column 2 u, byte 1 column 2 u + 8, bytes 2 and 3 are one column later:
 
@@ -67,6 +71,12 @@ ALIGNED = None if SIMULATED else 16
 
 BIAS = float32(2.0**112)
 """Between the exponents of float16 and float32."""
+
+BLOCKS = 4
+"""Blocks of channels of keys in a ladder with profiles."""
+
+FACTORS = {2: 32, 4: 12, 8: 1}
+"""Half a cell of each width in a profile, in steps."""
 
 HALVES = uint32(0x00010001)
 """The lowest bit of both halves of a word."""

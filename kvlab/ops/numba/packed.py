@@ -66,11 +66,12 @@ def options_of(layouts: tuple[Layout, ...], dtype: str, query_rows: int) -> dict
     """Return the options of both kernels: what a cache never changes, and how many rows go together."""
     widths_k, widths_v = (
         sum({1 if bits == 2 else 2 if bits == 3 else bits for bits in sides})
-        for sides in ([x.bits_k for x in layouts], [x.bits_v for x in layouts])
+        for sides in ([bits for x in layouts for bits in x.blocks], [x.bits_v for x in layouts])
     )
     head_dim = layouts[0].head_dim
     rows = rows_at_once(query_rows, head_dim)
-    return {"head_dim": head_dim, "dtype": dtype, "widths_k": widths_k, "widths_v": widths_v, "rows": rows}
+    options = {"head_dim": head_dim, "dtype": dtype, "widths_k": widths_k, "widths_v": widths_v, "rows": rows}
+    return options | {"profiles": int(any(layout.in_blocks for layout in layouts))}
 
 
 def blocks_at_once(options: dict[str, Any], capability: tuple[int, int], *, plain: bool) -> int:
@@ -110,7 +111,9 @@ def shares_of(sequences: int, quads: int, slots: int) -> int:
     return max(1, min(slots // max(sequences, 1), -(-quads // _WARPS)))
 
 
-def table_arguments(layouts: tuple[Layout, ...], pools: list[int]) -> tuple[list[Any], np.int64, np.int64]:
+def table_arguments(
+    layouts: tuple[Layout, ...], pools: list[int]
+) -> tuple[list[np.int64], list[np.int64], np.int64]:
     """Describe the rungs to the kernel.
 
     Parameters
@@ -123,14 +126,21 @@ def table_arguments(layouts: tuple[Layout, ...], pools: list[int]) -> tuple[list
     -------
     places : list of int64
         Where each pool begins, in words from the first; `MAX_RUNGS` of them.
-    bits_k, bits_v : int64
-        Four bits a rung, the first lowest; 0 is width 16.
+    bits_k : list of int64
+        Four bits a rung, the first lowest; 0 is width 16. With profiles there are three: which block is the
+        first behind those of 8, of 4 and of 2 bits.
+    bits_v : int64
+        Four bits a rung.
     """
     places = [(pool - pools[0]) // 4 for pool in pools] + [0] * (MAX_RUNGS - len(pools))
-    bits_k = sum((layout.bits_k % 16) << 4 * r for r, layout in enumerate(layouts))
-    bits_v = sum((layout.bits_v % 16) << 4 * r for r, layout in enumerate(layouts))
-    signed = np.array([bits_k, bits_v], np.uint64).view(np.int64)
-    return [np.int64(place) for place in places], signed[0], signed[1]
+    if any(layout.in_blocks for layout in layouts):
+        of_rungs = [[sum(16 > x >= bits for x in layout.blocks) for layout in layouts] for bits in (8, 4, 2)]
+    else:
+        of_rungs = [[layout.bits_k % 16 for layout in layouts]]
+    of_rungs.append([layout.bits_v % 16 for layout in layouts])
+    digits = [sum(bits << 4 * r for r, bits in enumerate(of_rung)) for of_rung in of_rungs]
+    *bits_k, bits_v = np.array(digits, np.uint64).view(np.int64)
+    return [np.int64(place) for place in places], bits_k, bits_v
 
 
 def attend(
@@ -152,8 +162,8 @@ def attend(
     q : array, (batch, seqlen_q, num_heads_q, head_dim)
         Of the dtype of the cache; the last axis contiguous.
     pages : Pages
-        On the device of `q`; `k_mean` is float16, `k_shift` uint8. Tables contiguous,
-        `count` at a multiple of 4 bytes.
+        On the device of `q`; `k_mean` is float16, `k_shift` uint8, and with profiles `exponent` int8,
+        `k_order` uint8, `k_gain` float32. Tables contiguous, `count` at a multiple of 4 bytes.
     out : array, shape and dtype of `q`, contiguous
     lse : float32 array, (batch, num_heads_q, seqlen_q), contiguous
     workspace : Workspace
@@ -200,19 +210,25 @@ def attend(
     if window:
         base, left = cuda_view(pages.base, "pages.base").pointer, window.left
         first = dense_pointer(cuda_view(window.first, "first_position"), "first_position")
+    exponent, k_order, k_gain = 0, 0, 0
+    if any(layout.in_blocks for layout in layouts):
+        exponent, k_order, k_gain = (
+            cuda_view(getattr(pages, name), f"pages.{name}").pointer
+            for name in ("exponent", "k_order", "k_gain")
+        )
     stream = current_stream(q)
     attend_parts(
         (row_blocks * shares, kv_heads, batch), (32 * _WARPS,),
-        (pools[0], *places, np.int32(getattr(pages, "unit", 0) // 16), bits_k, bits_v, *tables,
+        (pools[0], *places, np.int32(getattr(pages, "unit", 0) // 16), *bits_k, bits_v, *tables,
          view.pointer, *map(np.int64, view.strides[:3]), partial, kept_scores,
          *map(np.int32, (shares, quads, query_rows, group, kept)), np.float32(scale), np.float32(softcap),
-         base, first, np.int32(left)),
+         base, first, np.int32(left), exponent, k_order, k_gain),
         0, stream,
     )  # fmt: skip
     merge_parts(
         (query_rows, kv_heads, batch), (_MERGE_THREADS,),
         (partial, cuda_view(out, "out").pointer, cuda_view(lse, "lse").pointer,
-         *map(np.int32, (shares * _WARPS, query_rows, group))),
+         *map(np.int32, (shares * _WARPS, query_rows, group)), exponent),
         0, stream,
     )  # fmt: skip
 

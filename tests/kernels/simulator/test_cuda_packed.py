@@ -30,9 +30,20 @@ from kvlab.ops.numba import packed as packed_numba
 from kvlab.ops.packed import Window
 from kvlab.pages import QUAD, new_pool
 from kvlab.reference import packed as reference
+from kvlab.reference.codec import hadamard_matrix
 from kvlab.reference.pages import bit_address
+from kvlab.reference.records import decode_page
 from tests.compare import assert_accurate, ulp
-from tests.ops.test_packed import RUNGS, SAME_WIDTHS, PackedCase, low_precision, make_pages, wrong_pages
+from tests.ops.test_packed import (
+    PROFILES,
+    RUNGS,
+    RUNGS_IN_BLOCKS,
+    SAME_WIDTHS,
+    PackedCase,
+    low_precision,
+    make_pages,
+    wrong_pages,
+)
 from tests.strategies import random_floats
 
 Array = NDArray[Any]
@@ -159,7 +170,7 @@ def simulate(case: PackedCase, multiprocessors: int = 1, *, in_units: bool = Fal
 
 
 def case_of(
-    rungs: tuple[tuple[int, int], ...],
+    rungs: tuple[tuple[Any, int], ...],
     quads: list[list[int]],
     *,
     head_dim: int = 16,
@@ -201,8 +212,48 @@ def test_all_widths_ragged_rows_and_several_queries(dtype: str) -> None:
     assert_right(case_of(SAME_WIDTHS, [[4, 0], [2, 1]], dtype=dtype, **options), multiprocessors=2)
 
 
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_one_profile(profile: tuple[int, ...], head_dim: int) -> None:
+    """At 64 a block is a tile, of which a word of 2 bits has two."""
+    assert_right(case_of(((profile, 4),), [[2]], head_dim=head_dim))
+
+
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, "bfloat16"), (192, "float16"), (256, "float32")])
+def test_all_profiles_ragged_rows_and_several_queries(head_dim: int, dtype: str) -> None:
+    options = {"seqlen_q": 2, "group": 3, "keep_scores": 1, "softcap": 2.0, "scale": 0.01}
+    rungs = RUNGS_IN_BLOCKS[::4]
+    assert_right(
+        case_of(rungs, [[4, 0], [2, 3]], dtype=dtype, head_dim=head_dim, **options), multiprocessors=2
+    )
+
+
+@pytest.mark.parametrize("profile", [(8, 4, 2, 0), (4, 2, 2, 2)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_codes_in_blocks_stand_for_their_numbers(profile: tuple[int, ...], head_dim: int) -> None:
+    """Of a query that is rotated to one place the scores are the elements there, times a power of 2."""
+    options = {"seqlen_q": 8, "keep_scores": 8, "scale": 1.0}
+    case = case_of(((profile, 2),), [[1]], head_dim=head_dim, dtype="float16", **options)
+    plain = {name: np.zeros_like(getattr(case.pages, name)) for name in ("k_mean", "k_shift", "exponent")}
+    pages = dataclasses.replace(case.pages, **plain, k_gain=np.ones((1, 1, 4), np.float32))
+    block = head_dim // 4
+    butterflies = np.kron(np.eye(4), hadamard_matrix(block) * np.sqrt(block))
+    places = np.arange(8) * head_dim // 8 + np.arange(8)  # two of each block
+    q = np.zeros_like(case.q)
+    q[0, :, 0, pages.k_order[0, 0]] = butterflies[:, places]
+    scores = simulate(dataclasses.replace(case, q=q, pages=pages)).scores
+    one = 2.0 ** (block.bit_length() // 2)
+    for page in np.flatnonzero(pages.count[0, 0, :4]):
+        record, count = pages.pools[0][pages.index[0, 0, page]], pages.count[0, 0, page]
+        elements = decode_page(record, head_dim, profile, 2, "float16").k[:count, places]
+        of_page = scores[0, 0, 0, :, 16 * page : 16 * page + count].T
+        np.testing.assert_allclose(of_page, one * elements, rtol=1e-6)
+
+
 def test_pages_of_a_cache() -> None:
     assert_right(case_of(((2, 3), (16, 4), (8, 8)), [[3, 1]], dtype="float16"), in_units=True)
+    rungs = ((4, 2, 2, 0), 3), (16, 4), ((8, 4, 4, 2), 8)
+    assert_right(case_of(rungs, [[3, 1]], dtype="float16", head_dim=64), in_units=True)
 
 
 def test_a_window() -> None:
@@ -249,12 +300,25 @@ def test_the_number_of_parts_does_not_matter_beyond_rounding() -> None:
     np.testing.assert_allclose(many.out, few.out, rtol=2e-5, atol=1e-6)
 
 
-def test_the_comparison_rejects_what_mistakes_would_give() -> None:
-    case = case_of(((2, 4), (16, 3)), [[5, 6]], group=2)
+WRONG = ("last quad missed", "codes of K one lane off", "codes of V one lane off")
+WRONG_IN_BLOCKS = (
+    *("channels in no order", "blocks of the next one's gain"),
+    *("exponent of K left out", "exponent of V left out", "channels of keys not scaled"),
+)
+
+
+@pytest.mark.parametrize(
+    ("rungs", "head_dim", "names"),
+    [(((2, 4), (16, 3)), 16, WRONG), ((((8, 4, 2, 0), 4), (16, 3)), 64, WRONG_IN_BLOCKS)],
+)
+def test_the_comparison_rejects_what_mistakes_would_give(
+    rungs: tuple[tuple[Any, int], ...], head_dim: int, names: tuple[str, ...]
+) -> None:
+    case = case_of(rungs, [[5, 6]], group=2, head_dim=head_dim)
     expected, _, _ = reference.packed_attention(case.q, case.pages)
     low, _ = low_precision(case)
     mistakes = wrong_pages(case.pages)
-    for name in ("last quad missed", "codes of K one lane off", "codes of V one lane off"):
+    for name in names:
         wrong = simulate(dataclasses.replace(case, pages=mistakes[name])).out
         with pytest.raises(AssertionError, match="out: "):
             assert_accurate(np.nan_to_num(wrong), expected, low)
