@@ -11,11 +11,11 @@ blocks are alike, and a token has one step for all of them. Its elements are
 whole numbers below 256 times a step, which keep the cells of a Gaussian in proportion: those of 2 bits are
 32 times as wide as those of 8. A block of width 0 has no codes, and its elements are 0.
 
-*The step* is found from the root mean square of the elements: of the bytes next to a 64th of it, and up to
-two more on the better side, the one of least error is kept, where errors of the first block count 8, then 2,
-1 and 1. Elements are whole numbers of 9 bits for that, an error counts as `MOST_ERROR` at most: so sums are
-whole numbers below 2**24, exact in any order. In a profile without 2 and 4 it is the least step whose grid
-reaches the largest element, as in one basis.
+*The step* is found as in one basis: a guess is made from the largest element of each block, and the two bytes
+next to it are tried, at head_dim 64 or from codes then the next one on the better side. The one of least
+error is kept, where errors of the first block count 8, then 2, 1 and 1. Elements are whole numbers of 8 bits
+for that, so sums are whole numbers, too. In a profile without 2 and 4 it is the least step whose grid reaches
+the largest element.
 
 *The codes* of neighbouring blocks of one width are the code region of a page of as many channels; those of
 the widest come first.
@@ -55,6 +55,7 @@ __all__ = [
     "Run",
     "decode_blocks",
     "encode_blocks",
+    "guess_block_step",
     "profile_bits",
     "profile_words",
     "query_in_blocks",
@@ -68,12 +69,13 @@ FACTORS = {0: 0, 2: 32, 4: 12, 8: 1}
 """Half a cell of each width, in steps."""
 RMS = 16
 """Root mean square of elements: so large that steps of tokens far smaller have all their bits."""
-MOST_ERROR = {64: 255, 128: 180, 192: 147, 256: 127}
-"""What the error of an element counts at most in the search, by head_dim."""
-WEIGHTS = np.array([8, 2, 1, 1], np.float32)
+GUESS = {2: np.float32(0.07), 4: np.float32(0.052), 8: np.float32(0.036)}
+"""What the square of a block's largest element counts, by width, where the search for a step begins."""
+MORE_CHANNELS = {64: np.float32(1), 128: np.float32(0.82), 192: np.float32(0.73), 256: np.float32(0.68)}
+"""By head_dim, what `GUESS` is multiplied by: of more elements the largest says less."""
+WEIGHTS = np.array([8, 2, 1, 1])
 """What an error in each block counts."""
 _TOP = 17  # the exponent of a vector that has been halved
-_BLOCK_PARTS = CODE_PARTS | {4: 5}
 
 Profile = tuple[int, ...]
 Int64 = NDArray[np.int64]
@@ -175,11 +177,45 @@ def query_in_blocks(q: NDArray[np.floating[Any]], frame: KeyFrame) -> tuple[NDAr
     )
 
 
-def search_block_step(x: NDArray[np.float32], profile: Profile, largest: NDArray[np.float32]) -> Int64:
-    """Return the step byte of elements (n, head_dim): 0 where a 64th of their root mean square has none.
+def guess_block_step(
+    x: NDArray[np.float32],
+    profile: Profile,
+    largest: NDArray[np.float32],
+    decoded: NDArray[np.bool_] | bool = False,
+) -> NDArray[np.float32]:
+    """Return where the search for the step of elements (n, head_dim) begins.
 
-    `largest` is that of the blocks that have codes, finite and above 0. Only float32 operations, each rounded
-    once; sums are of whole numbers up to 2**24.
+    Arguments are those of `search_block_step`. Every operation is one of float32, rounded once.
+    """
+    unit = exponent_above(largest) - 7
+    sizes = np.abs(times_power(x, -unit)).reshape(len(x), BLOCKS, -1).max(2)
+    part = MORE_CHANNELS[x.shape[1]]
+    squares = np.zeros(len(x), np.float32)
+    for b in range(BLOCKS):
+        if profile[b]:
+            squares += sizes[:, b] * sizes[:, b] * (GUESS[profile[b]] * part)
+    guess = np.sqrt(squares) * np.where(decoded, np.float32(17 / 16), np.float32(1))
+    guesses: NDArray[np.float32] = np.ldexp(guess, unit - 6)
+    return guesses
+
+
+def search_block_step(
+    x: NDArray[np.float32],
+    profile: Profile,
+    largest: NDArray[np.float32],
+    decoded: NDArray[np.bool_] | bool = False,
+) -> Int64:
+    """Return the step byte of elements (n, head_dim).
+
+    In a profile without 2 and 4 that is the least step whose grid reaches the largest element. Else the bytes
+    next to the guess are compared, under and above it, and at head_dim 64, or from codes, then the next one
+    on the side of the lesser error. An error is the sum of squares of `sizes_of` elements, whole numbers
+    below 256; steps are rounded down to whole ones, of which half a grid does not exceed 255. Blocks of 8
+    bits count 16 times what sizes have beyond 256 steps, or beyond 255. Of equal errors the lower byte
+    counts, or the earlier one. A guess below half of the least step gives 0; the byte below is 3 at least.
+
+    `largest`, (n,), is that of the blocks that have codes, finite, above 0 and not too large; `decoded`, (n,)
+    or for all, says which elements come from codes.
     """
     if set(profile) <= {0, 8}:
         wanted = largest * np.float32(2**-8)
@@ -187,44 +223,42 @@ def search_block_step(x: NDArray[np.float32], profile: Profile, largest: NDArray
         up = near.astype(np.uint16).view(np.float16).astype(np.float32) < wanted
         least_step: Int64 = np.maximum((near + up + 127) >> 7, 1)
         return least_step
-    unit = exponent_above(largest) - 8
-    coded = [b for b in range(BLOCKS) if profile[b]]
-    sizes = sizes_of(x, unit).reshape(len(x), BLOCKS, -1)[:, coded]
-    mean = np.square(np.floor(sizes / 2)).sum((1, 2)) / np.float32(sizes[0].size)
-    guess = np.ldexp(np.sqrt(mean), unit - 5)
-    most = MOST_ERROR[x.shape[1]]
+    guess = guess_block_step(x, profile, largest, decoded)
     near = guess.astype(np.float16).view(np.uint16).astype(np.int64)
+    unit = exponent_above(largest) - 7
+    sizes = sizes_of(x, unit).reshape(len(x), BLOCKS, -1)
 
-    def error(byte: Int64) -> NDArray[np.float32]:
-        sums = np.zeros(len(x), np.float32)
+    def error(byte: Int64) -> NDArray[np.float64]:
+        sums = np.zeros(len(x))
         with np.errstate(over="ignore"):  # steps far above all elements
-            step = np.ldexp(STEPS[byte], -unit)
-        for b, size in zip(coded, np.moveaxis(sizes, 1, 0), strict=True):
-            width = profile[b]
-            with np.errstate(over="ignore"):
-                whole, reach = np.floor(step * np.float32(FACTORS[width])), np.floor(step * np.float32(256))
-            if width == 8:
-                off = size - reach[:, None]
-            else:
-                whole = np.minimum(whole, 511 >> (width - 1))[:, None]
-                off = np.abs(size - grid_values(grid_codes(size, np.maximum(whole, 1), width), whole, width))
-            sums += WEIGHTS[b] * np.square(np.clip(off, 0, most)).sum(1)
+            step = np.ldexp(STEPS[byte], -unit)[:, None]
+            for b, width in enumerate(profile):
+                if width == 8:
+                    reach = np.minimum(np.floor(step * np.float32(256)), 255)
+                    sums += WEIGHTS[b] * 16 * np.maximum(sizes[:, b] - reach, 0).sum(1)
+                elif width:
+                    whole = np.minimum(np.floor(step * np.float32(FACTORS[width])), 255 >> (width - 1))
+                    codes = grid_codes(sizes[:, b], np.maximum(whole, np.float32(0.5)), width)
+                    off = sizes[:, b] - grid_values(codes, whole, width)
+                    sums += WEIGHTS[b] * np.square(off).sum(1, dtype=np.float64)
         return sums
 
     below = np.maximum(near >> 7, 3)
-    low, least = error(below), error(below + 1)
-    upwards = least < low
-    best, least = below + upwards, np.minimum(low, least)
-    for _ in range(2):
-        beyond = best + np.where(upwards, 1, -1)
-        better = error(beyond) < least
-        best, least = np.where(better, beyond, best), np.where(better, error(beyond), least)
-        # Where it was no better, the next round tries the same byte again, and nothing changes.
+    low, high = error(below), error(below + 1)
+    upwards = high < low
+    best, least = below + upwards, np.minimum(low, high)
+    beyond = best + np.where(upwards, 1, -1)
+    walks = np.broadcast_to(decoded, len(x)) | (x.shape[1] < 128)
+    best = np.where(walks & (error(beyond) < least), beyond, best)
     return np.where(near >= 64, best, 0)
 
 
-def encode_blocks(x: NDArray[np.float32], profile: Profile) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+def encode_blocks(
+    x: NDArray[np.float32], profile: Profile, decoded: NDArray[np.bool_] | bool = False
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Encode elements (n, head_dim), in order: codes (n, head_dim), 0 where there are none, and step bytes.
+
+    `decoded`, (n,) or for all: which of them come from codes.
 
     A vector that is too large for the highest steps, with elements of 2**18 or nearly so, is halved until it
     is not. One with NaN or infinity has step NaN; one whose blocks with codes are all zero has step 0.
@@ -242,13 +276,13 @@ def encode_blocks(x: NDArray[np.float32], profile: Profile) -> tuple[NDArray[np.
     largest = np.abs(x[:, coded]).max(axis=1)
     down = np.minimum(_TOP - exponent_above(largest), 0)
     x, largest = times_power(x, down), np.ldexp(largest, down)
-    found = search_block_step(x, profile, largest)
+    found = search_block_step(x, profile, largest, np.broadcast_to(decoded, len(codes))[usual])
     byte[usual] = found
     usual, x, step = usual[found > 0], x[found > 0], STEPS[found[found > 0]]
     for run in runs_of(profile, x.shape[1]):
         own = slice(run.first, run.first + run.channels)
         half = step * np.float32(FACTORS[run.width])
-        unit = np.frexp(half)[1] - 1 - _BLOCK_PARTS[run.width]
+        unit = np.frexp(half)[1] - 1 - CODE_PARTS[run.width]
         whole = to_units(times_power(x[:, own], -unit))
         codes[usual, own] = grid_codes(whole, np.ldexp(half, -unit)[:, None], run.width)
     return codes.astype(np.uint8), byte

@@ -86,7 +86,7 @@ def written(
         if width == 16:
             codes = reference.narrow(x, dtype)
         elif isinstance(width, tuple):
-            codes, pool[page, steps + slot] = blocks.encode_blocks(x, width)
+            codes, pool[page, steps + slot] = blocks.encode_blocks(x, width, of_codes)
         else:
             codes, pool[page, steps + slot] = reference.encode(x, width, of_codes)
         region = slice(start, start + layout.code_bytes(width))

@@ -31,9 +31,9 @@ HEAD_DIMS = (64, 128, 192, 256)
 
 
 @njit
-def _encode_all(x: Any, n: int, bits: int, codes: Any, byte: Any, row: Any, sizes: Any) -> None:
+def _encode_all(x: Any, n: int, bits: int, origin: int, codes: Any, byte: Any, row: Any, sizes: Any) -> None:
     for i in range(len(byte)):
-        byte[i] = kernels.encode_vector(x, i * n, bits, np.float32(0), kernels.RAW, row, sizes)
+        byte[i] = kernels.encode_vector(x, i * n, bits, np.float32(0), origin, row, sizes)
         codes[i] = row
 
 
@@ -47,17 +47,21 @@ def _rotate_all(x: Any, n: int, frames: Any, of_row: Any, out: Any, scratch: Any
         kernels.rotate_row(x, i * n, n, kernels.log_of_keys(n, frames), frames, of_row[i], out)
 
 
-def encoded(x: NDArray[np.float32], profile: tuple[int, ...]) -> tuple[NDArray[Any], NDArray[Any]]:
+def encoded(
+    x: NDArray[np.float32], profile: tuple[int, ...], origin: int = kernels.RAW
+) -> tuple[NDArray[Any], NDArray[Any]]:
     bits = int("".join(map(str, profile)), 16)
     codes, byte = np.full(x.shape, 999, np.uint32), np.full(len(x), 999, np.int64)
     row, sizes = np.full(x.shape[1], 999, np.uint32), np.full(x.shape[1], np.float32(np.nan))
-    _encode_all(x.reshape(-1), x.shape[1], bits, codes, byte, row, sizes)
+    _encode_all(x.reshape(-1), x.shape[1], bits, origin, codes, byte, row, sizes)
     return codes, byte
 
 
 def assert_same(x: NDArray[np.float32], profile: tuple[int, ...]) -> None:
-    for got, wanted in zip(encoded(x, profile), reference.encode_blocks(x, profile), strict=True):
-        np.testing.assert_array_equal(got, wanted)
+    for origin in (kernels.RAW, kernels.DECODED):
+        expected = reference.encode_blocks(x, profile, origin == kernels.DECODED)
+        for got, wanted in zip(encoded(x, profile, origin), expected, strict=True):
+            np.testing.assert_array_equal(got, wanted)
 
 
 @given(SEEDS, st.integers(1, 40), st.sampled_from(HEAD_DIMS), st.sampled_from(PROFILES))

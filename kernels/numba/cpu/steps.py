@@ -53,9 +53,9 @@ SIGNS = (1 - 2 * ((_BOTH ^ _BOTH >> 2 ^ _BOTH >> 4 ^ _BOTH >> 6 ^ _MORE) & 1)).a
 PROFILE = 1 << 12
 """Bits of a side from here on are a profile: the widths of four blocks, 4 bits each, the first uppermost."""
 FACTORS = np.array([FACTORS_OF.get(str(width), 0) for width in range(9)], np.float32)
-_BLOCK_PARTS = np.array([0, 0, 6, 0, 5, 0, 0, 0, 4])
-_WEIGHTS = np.array([8, 2, 1, 1], np.float32)
-_MOST_ERROR = np.array([0, 255, 180, 147, 127], np.float32)  # by head_dim / 64
+_BLOCK_GUESS = np.array([0, 0, 0.07, 0, 0.052, 0, 0, 0, 0.036], np.float32)
+_MORE_CHANNELS = np.array([0, 1, 0.82, 0.73, 0.68], np.float32)  # by head_dim / 64
+_WEIGHTS = np.array([8, 2, 1, 1])
 _BLOCK_TOP = 17
 
 
@@ -365,19 +365,17 @@ def coded_blocks(profile):
 
 @helper
 def _block_error(sizes, n, profile, blocks, byte, in_units):
-    """Sum the errors of sizes on the grids of a step, weighted by block: a whole number below 2**24."""
-    each, step, sums = n // 4, STEP_OF[byte] * in_units, splat(_ZERO)
-    most, zero = splat(_MOST_ERROR[n // 64]), splat(_ZERO)
+    """Sum the errors of sizes on the grids of a step, weighted by block: a whole number."""
+    each, step, error = n // 4, STEP_OF[byte] * in_units, 0
     for block in range(blocks):
-        width, first = width_of_block(profile, block), block * each
-        weight = splat(_WEIGHTS[block])
+        width, first, sums = width_of_block(profile, block), block * each, splat(_ZERO)
         if width == 8:
-            reach = splat(np.floor(step * np.float32(256)))
+            reach = splat(min(np.floor(step * np.float32(256)), np.float32(255)))
             for i in range(first, first + each, LANES):
-                off = minimum(most, maximum(zero, load(sizes, i) - reach))
-                sums = sums + weight * (off * off)
+                sums = sums + maximum(splat(_ZERO), load(sizes, i) - reach)
+            error += 16 * _WEIGHTS[block] * np.int64(total(sums))
             continue
-        s = splat(min(np.floor(step * FACTORS[width]), np.float32(511 >> (width - 1))))
+        s = splat(min(np.floor(step * FACTORS[width]), np.float32(255 >> (width - 1))))
         s2 = s + s
         s4 = s2 + s2
         s8 = s4 + s4
@@ -385,42 +383,42 @@ def _block_error(sizes, n, profile, blocks, byte, in_units):
             a = load(sizes, i)
             if width == 4:
                 a = magnitude(magnitude(a - s8) - s4)
-            off = minimum(most, magnitude(magnitude(a - s2) - s))
-            sums = sums + weight * (off * off)
-    return total(sums)
+            off = magnitude(a - s2) - s
+            sums = sums + off * off
+        error += _WEIGHTS[block] * np.int64(total(sums))
+    return error
 
 
 @helper
-def _search_in_blocks(x, start, n, profile, blocks, largest, exponent, sizes):
+def _search_in_blocks(x, start, n, profile, blocks, decoded, largest, exponent, sizes):
     """Return the step byte: `kvlab.reference.blocks.search_block_step`, 0 if there is none."""
-    top = min(exponent, _BLOCK_TOP)
+    top, each = min(exponent, _BLOCK_TOP), n // 4
     if width_of_block(profile, blocks - 1) == 8:
         wanted = largest * _power(top - exponent - 8)
         word = half_of(wanted)
         return max((np.int64(word) + (float_of_half(word) < wanted) + 127) >> 7, 1)
-    if exponent < -14:  # a 64th of the largest element is less than half of the least step
+    if exponent < -20:  # less than a 64th of the largest element, which is less than half of the least step
         return 0
-    used = blocks * n // 4
-    _take_sizes(x, start, used, _power(8 - exponent), sizes)
-    squares, half, quarter = splat(_ZERO), splat(_HALF), splat(np.float32(0.25))
-    for i in range(0, used, LANES):
-        size = nearest(load(sizes, i) * half - quarter)  # rounded down
-        squares = squares + size * size
-    mean = total(squares) / np.float32(used)
-    near = np.int64(half_of(np.sqrt(mean) * _power(top - 13)))
+    squares = _ZERO
+    for block in range(blocks):
+        size = _largest(x, start + block * each, each) * _power(7 - exponent)
+        squares += size * size * (_BLOCK_GUESS[width_of_block(profile, block)] * _MORE_CHANNELS[n // 64])
+    guess = np.sqrt(squares)
+    if decoded:
+        guess *= _HIGHER
+    near = np.int64(half_of(guess * _power(top - 13)))
     if near < 64:
         return 0
-    in_units, best = _power(8 - top), max(near >> 7, 3)
-    least = _block_error(sizes, n, profile, blocks, best, in_units)
-    above = _block_error(sizes, n, profile, blocks, best + 1, in_units)
-    by = -1
-    if above < least:
-        by, least, best = 1, above, best + 1
-    for _ in range(2):
-        error = _block_error(sizes, n, profile, blocks, best + by, in_units)
-        if not error < least:
-            break
-        least, best = error, best + by
+    _take_sizes(x, start, blocks * each, _power(7 - exponent), sizes)
+    in_units, best = _power(7 - top), max(near >> 7, 3)
+    low = _block_error(sizes, n, profile, blocks, best, in_units)
+    high = _block_error(sizes, n, profile, blocks, best + 1, in_units)
+    up = np.int64(high < low)
+    best += up
+    if n < 128 or decoded:
+        beyond = best + 2 * up - 1
+        if _block_error(sizes, n, profile, blocks, beyond, in_units) < min(low, high):
+            return beyond
     return best
 
 
@@ -436,7 +434,7 @@ def _encode_in_blocks(x, start, profile, step, codes, sizes):
     elif np.isnan(finite):
         byte = _NAN_STEP
     elif largest > _ZERO:
-        byte = _search_in_blocks(x, start, n, profile, blocks, largest, exponent, sizes)
+        byte = _search_in_blocks(x, start, n, profile, blocks, step == DECODED, largest, exponent, sizes)
     for block in range(4):
         width, first = width_of_block(profile, block), block * each
         if width == 0 or byte == 0 or byte == _NAN_STEP:
@@ -444,7 +442,7 @@ def _encode_in_blocks(x, start, profile, step, codes, sizes):
                 codes[i] = np.uint32(1 << width >> 1)
             continue
         half = STEP_OF[byte] * FACTORS[width]
-        unit = _exponent(half) - _BLOCK_PARTS[width]
+        unit = _exponent(half) - _CODE_PARTS[width]
         in_units = _power(min(_BLOCK_TOP - exponent, 0) - unit)
         reciprocal, middle = _HALF / (half * _power(-unit)), np.float32(1 << (width - 1))
         shift, low, high = splat(middle + _HALF * reciprocal), splat(_ZERO), splat(middle + middle - _ONE)
