@@ -31,6 +31,7 @@ _USUAL_SEQLEN = 4096
 _OPTIONS = ("batch", "max_seqlen", "device", "plan", "cache_budget")
 _CACHE_OPTIONS = ("bits", "residual", "sink", "recent", "floor", "importance", "allocator", "realloc_every",
                   "ema_decay")  # fmt: skip
+_SAMPLING = ("temperature", "top_k", "top_p", "seed", "stop")
 
 
 class Decoder:
@@ -305,8 +306,19 @@ class Decoder:
         Returns
         -------
         float32, (batch, vocabulary)
+
+        Raises
+        ------
+        ValueError, TypeError, BudgetError
+            As of `prefill`, and if there is not one token for each row.
         """
-        return self.prefill(on_host(ids).reshape(-1, 1))
+        tokens = on_host(ids)
+        if tokens.shape not in ((self.batch,), (self.batch, 1)):
+            raise ValueError(
+                f"ids has shape {tokens.shape}, the decoder has batch={self.batch}: step takes one token for "
+                "each row, prefill any number"
+            )
+        return self.prefill(tokens.reshape(-1, 1))
 
     def stream(
         self,
@@ -379,6 +391,7 @@ class Decoder:
         list of int, or list of such lists
             The new tokens of one row, or of each row if `ids` has rows. A stop token is the last of its row.
         """
+        check_names(options, _SAMPLING, "Decoder.generate")
         self.reset()
         self.prefill(ids)
         found: list[list[int]] = [[] for _ in range(self.batch)]

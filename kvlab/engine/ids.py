@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,10 @@ def rows_of(ids: Any, batch: int, vocabulary: int) -> list[NDArray[np.int64]]:
     >>> rows_of([[1, 2], [3]], batch=2, vocabulary=4)
     [array([1, 2]), array([3])]
     """
+    if isinstance(ids, str | bytes | Mapping) or hasattr(ids, "keys"):
+        raise TypeError(
+            f"ids is a {type(ids).__name__}; numbers of tokens are needed: pass tokenizer(text)['input_ids']"
+        )
     rows = [on_host(part) for part in ([ids] if is_flat(ids) else ids)]
     if len(rows) != batch:
         raise ValueError(f"ids has {len(rows)} rows, the decoder has batch={batch}")

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kvlab.arguments import choice, whole_number
 from kvlab.arrays import numpy_dtype, to_numpy_view
-from kvlab.engine.geometry import Geometry, geometry_of, published
+from kvlab.engine.geometry import PUBLISHED, Geometry, geometry_of, published
 from kvlab.engine.packing import TILE_ROWS, gated_rows, pack, packed_shape, qkv_rows
 from kvlab.errors import needs_extra
 
@@ -78,7 +78,7 @@ class Weights:
 
 
 def load_model(path: str, dtype: str | None) -> Any:
-    """Load a transformers model from a folder, on the CPU; nothing is downloaded.
+    """Load a transformers model from a folder or the Hugging Face cache, on the CPU; nothing is downloaded.
 
     Raises
     ------
@@ -89,7 +89,14 @@ def load_model(path: str, dtype: str | None) -> Any:
         import torch
         from transformers import AutoModelForCausalLM
     wanted = "auto" if dtype is None else getattr(torch, choice(dtype, "dtype", DTYPES))
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=wanted, local_files_only=True)
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=wanted, local_files_only=True)
+    except OSError as error:
+        known = ", which Decoder.from_config draws" if path in PUBLISHED else ""
+        raise OSError(
+            f"{path!r} is no folder of a model{known}, nor the name of one in the Hugging Face cache of this "
+            f"machine; nothing is downloaded ({str(error).splitlines()[0]})"
+        ) from error
     return model.eval()
 
 

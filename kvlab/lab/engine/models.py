@@ -12,6 +12,7 @@ from typing import Any
 from kvlab.engine.geometry import PUBLISHED, Geometry, published
 from kvlab.engine.weights import load_model
 from kvlab.errors import needs_extra
+from kvlab.lab.quality.model import without_progress_bars
 
 __all__ = ["load", "random_model"]
 
@@ -41,7 +42,8 @@ def load(name_or_path: str, dtype: str, layers: int | None, seed: int) -> Any:
     if name_or_path in PUBLISHED:
         return random_model(*published(name_or_path), dtype=dtype, layers=layers, seed=seed)
     try:
-        return load_model(name_or_path, dtype).float()
+        with without_progress_bars():
+            return load_model(name_or_path, dtype).float()
     except OSError as error:
         raise ValueError(
             f"{name_or_path!r} is no folder of a model, nor the name of one on this machine (nothing is "

