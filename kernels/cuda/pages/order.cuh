@@ -1,0 +1,57 @@
+// Raw rows of a page of keys in the order of their blocks: LayerState::k_order.
+//
+// Rows lie token by token, and an element is half a word, so no lane could take its pair of places at once.
+// They are turned instead: written channel by channel to where they lay, 32 bytes each, which ldmatrix reads
+// back as the fragments of tiles, a channel an address. The 16 bytes of eight tokens are exchanged in every
+// other four channels, so that those of eight neighbours lie in different banks.
+#pragma once
+
+#include "common/words.cuh"
+
+// Where the channel of each place lies among turned rows, in bytes: a lane needs the TILES of a row.
+struct alignas(16) Order {
+    u16 offsets[16][HEAD_DIM / 16];
+
+    __device__ __forceinline__ void put(u32 place, u32 channel) {
+        offsets[place % 16][place / 16] = (u16)(32 * channel + channel % 8 / 4 * 16);
+    }
+};
+
+__device__ __forceinline__ void store_turned_matrices(u32 address, const u32 (&x)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
+                 "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+                 : "memory");
+}
+
+__device__ __forceinline__ void load_turned_matrices(u32 (&x)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// Puts the sixteen vectors of a warp, loaded from `rows`, in order; what lies there is turned rows then.
+__device__ __forceinline__ void put_in_order(u8* rows, const Order& order, u32 (&x)[HEAD_DIM / 16][4],
+                                             u32 lane) {
+    constexpr u32 TILES = HEAD_DIM / 16, AT_ONCE = TILES < 8 ? TILES : 8;
+    const u32 to = shared_address(rows), half = lane / 8 % 2 * 16;  // of eight tokens
+    const u32 turned = to + lane / 16 * 256 + lane % 8 * 32 + (half ^ lane % 8 / 4 * 16);
+    __syncwarp();  // all lanes have read the rows
+#pragma unroll
+    for (u32 t = 0; t < TILES; ++t) store_turned_matrices(turned + 512 * t, x[t]);
+    __syncwarp();  // rows are turned
+    const u16* const offsets = order.offsets[lane / 16 * 8 + lane % 8];
+#pragma unroll
+    for (u32 first = 0; first < TILES; first += AT_ONCE) {
+        u32 pairs[AT_ONCE / 2];
+        if constexpr (AT_ONCE == 8)
+            (uint4&)pairs = *(const uint4*)(offsets + first);
+        else
+            (uint2&)pairs = *(const uint2*)(offsets + first);
+#pragma unroll
+        for (u32 i = 0; i < AT_ONCE; ++i) {
+            const u32 offset = i % 2 ? pairs[i / 2] >> 16 : pairs[i / 2] & 0xffffu;
+            load_turned_matrices(x[first + i], to + (offset ^ half));
+        }
+    }
+}
