@@ -1,9 +1,10 @@
 // The frame of the keys of a row, in which they are packed, and its first tokens, which wait for it.
 //
 // The frame, a mean and a power of 2 a channel, is that of the valid tokens FIRST to LAST - 1 of a row,
-// whatever calls they come in, and of the last queries of these (kvlab/cache/frame.py). Until a row has LAST
-// valid tokens they wait unchanged, in pages of width 16 that attention reads like any others and that no
-// plan sees. Then they are new tokens of the plan that follows.
+// whatever calls they come in, and of the last queries of these (kvlab/cache/frame.py). In ladders with
+// profiles it has exponents of keys and values, too, an order of channels and gains of blocks. Until a row
+// has LAST valid tokens they wait unchanged, in pages of width 16 that attention reads like any others and
+// that no plan sees. Then they are new tokens of the plan that follows.
 //
 // freeze_means  grid (batch): a CTA has a row with all its heads. It lists the valid new tokens. If there are
 //               enough, it writes the frame and copies waiting tokens to arrays in front of the new ones;
@@ -12,9 +13,9 @@
 // crop_rows     grid (batch, layers): rows get another length, and waiting pages, whose tokens stand in the
 //               order of their positions, forget those beyond it. A thread has a (head, page). Plans drop the
 //               tokens of other pages.
-// Memory: shared 8.5 KB.
+// Memory: shared 8.5 KB, 15 KB with blocks.
 //
-// Macros: HEAD_DIM; BF16.
+// Macros: HEAD_DIM; BF16; IN_BLOCKS: whether the ladder has profiles.
 #include "pages/encode.cuh"
 #include "pages/places.cuh"
 #include "pages/state.cuh"
@@ -23,7 +24,9 @@ constexpr int THREADS = 512, WARPS = THREADS / 32;
 constexpr int V_CODES = code_bytes(16);  // their byte offset in a waiting page
 constexpr int FIRST = 4, FEWEST = 16;    // fewer tokens than FEWEST make the mean 0
 constexpr int MOST_SHIFT = 14;
-constexpr double LEAST = 9., LEAST_ALONE = 64.;  // ratios of sizes; see key_shift
+constexpr double LEAST = 9., LEAST_ALONE = 64.;                        // ratios of sizes; see key_shift
+constexpr int LEAST_USUAL = -4, END_USUAL = 12, LEAST_OF_SIDE = -100;  // exponents; see exponent_of
+constexpr int WIDEST = IN_BLOCKS ? 0x8888 : 8;                         // of packed keys
 #define INFINITE __longlong_as_double(0x7ff0000000000000)
 
 struct Freeze {
@@ -154,6 +157,84 @@ __device__ void add_queries(const Freeze& call, const WaitingTokens& waiting, in
     __syncthreads();  // all of them are there
 }
 
+// 2^exponent.
+__device__ __forceinline__ double wide_power(int exponent) {
+    return __longlong_as_double((long long)(exponent + 1023) << 52);
+}
+
+// The exponent of a side of a head, given the bits of its largest finite magnitude.
+__device__ __forceinline__ int side_exponent(u32 largest) {
+    const int exponent = (int)(largest >> 23) - 127;
+    return largest == 0 || (exponent >= LEAST_USUAL && exponent < END_USUAL) ? 0
+                                                                             : max(exponent, LEAST_OF_SIDE);
+}
+
+// Orders and gains of a frame in blocks, of AT_ONCE heads.
+template <int AT_ONCE>
+struct Blocks {
+    double squares[AT_ONCE][HEAD_DIM];  // of keys less their mean, over tokens
+    double energies[AT_ONCE][HEAD_DIM / 2];
+    double sums[AT_ONCE][4];
+    u32 largest[AT_ONCE][2];
+    int has_asked[AT_ONCE];
+    u8 shifts[AT_ONCE][HEAD_DIM], order[AT_ONCE][HEAD_DIM];
+};
+
+// Puts the pairs of a head in order, those of most energy first; a thread has a pair.
+template <int AT_ONCE>
+__device__ __forceinline__ void place_pair(Blocks<AT_ONCE>& blocks, int of, int pair) {
+    constexpr int HALF = HEAD_DIM / 2, EACH = HALF / 4;  // pairs of a block
+    const double energy = blocks.energies[of][pair];
+    int before = 0;
+    for (int i = 0; i < HALF; ++i)
+        before += blocks.energies[of][i] > energy || (blocks.energies[of][i] == energy && i < pair);
+    const int place = before / EACH * (2 * EACH) + before % EACH;
+    blocks.order[of][place] = (u8)pair, blocks.order[of][place + EACH] = (u8)(pair + HALF);
+}
+
+// The energy of a pair of channels: of its keys, times that of its queries.
+template <int AT_ONCE>
+__device__ __forceinline__ double energy_of(const Blocks<AT_ONCE>& blocks, int of, int pair, double asked,
+                                            double other) {
+    const bool asks = blocks.has_asked[of];
+    const double keys = __dadd_rn(blocks.squares[of][pair], blocks.squares[of][pair + HEAD_DIM / 2]);
+    const double queries = asks ? __dadd_rn(__dmul_rn(asked, asked), __dmul_rn(other, other)) : 2.;
+    const double energy = __dmul_rn(keys, queries);
+    return energy < INFINITE ? energy : 0.;  // one that is no number neither
+}
+
+// The sum of squares of a block in its frame, channel after channel.
+template <int AT_ONCE>
+__device__ __forceinline__ double sum_of_block(const Blocks<AT_ONCE>& blocks, int of, int block,
+                                               int exponent) {
+    double sum = 0.;
+#pragma unroll 1
+    for (int i = 0; i < HEAD_DIM / 4; ++i) {
+        const int channel = blocks.order[of][HEAD_DIM / 4 * block + i];
+        sum = __dadd_rn(sum, __dmul_rn(blocks.squares[of][channel],
+                                       wide_power(-2 * (blocks.shifts[of][channel] + exponent))));
+    }
+    return sum;
+}
+
+// What a block is multiplied by, given the sums of all; `tokens`: as many as they are over, all of few.
+__device__ __forceinline__ float gain_of(const double (&sums)[4], int block, int tokens, bool few) {
+    constexpr int LOG = log_of(HEAD_DIM / 4 & -(HEAD_DIM / 4));
+    double largest = 0., own = 0.;
+    for (int i = 0; i < 4; ++i) {
+        const double all = __dadd_rn(__dadd_rn(__dadd_rn(sums[0], sums[1]), sums[2]), sums[3]);
+        const double square =
+            __dmul_rn((few ? all / 4. : sums[i]) / max(tokens * HEAD_DIM / 4, 1), LOG % 2 ? .5 : 1.);
+        const double root = __dsqrt_rn(square < INFINITE ? square : 0.);
+        largest = fmax(largest, root);
+        if (i == block) own = root;
+    }
+    const double gain = 16. / fmax(own, largest / 256.);
+    const long long bits = __double_as_longlong(gain < INFINITE ? gain : 1.), ones = (1ll << 52) - 1;
+    const __half part = __double2half(__longlong_as_double((bits & ones) | 1022ll << 52));
+    return ldexpf(__half2float(part), (int)(bits >> 52) - 1022);
+}
+
 // The frame of keys over waiting and new tokens; `size` becomes that of a pair of channels. Sums of 60
 // numbers of 16 bits are exact in double, but for bfloat16 numbers far apart; they are added up in the order
 // of tokens.
@@ -167,35 +248,79 @@ __device__ void take_frames(const Freeze& call, const WaitingTokens& waiting, in
                   HALF = HEAD_DIM / 2;  // heads; channels of the first of each pair
     __shared__ double sizes[AT_ONCE][HEAD_DIM], energies[AT_ONCE][HEAD_DIM], middle[AT_ONCE];
     __shared__ int has_queries[AT_ONCE];
+#if IN_BLOCKS
+    __shared__ Blocks<AT_ONCE> blocks;
+#endif
     const LayerState& s = waiting.s;
     const NewTokens& n = call.new_tokens;
     const int num_waiting = waiting.tokens(), end = min(LAST, num_waiting + seen);
     const bool counts = end - FIRST >= FEWEST;
     bool narrow = true;
-    for (int rung = 0; rung < s.num_rungs; ++rung) narrow = narrow && s.rungs[rung].bits_k != 8;
+    for (int rung = 0; rung < s.num_rungs; ++rung) narrow = narrow && s.rungs[rung].bits_k != WIDEST;
 #pragma unroll 1
     for (int first = 0; first < s.heads; first += AT_ONCE) {
         const int of = threadIdx.x / HEAD_DIM, channel = threadIdx.x % HEAD_DIM, head = first + of;
         const bool there = of < AT_ONCE && head < s.heads;
         const u64 place = (u64)(waiting.first_pair + head) * HEAD_DIM + channel;
+        const auto element = [&](Side side, const u16* x, long long step, int token) {
+            return raw_value(token < num_waiting ? waiting.element(side, head, token, channel)
+                                                 : x[listed[token - num_waiting] * step]);
+        };
+#if IN_BLOCKS
+        if (threadIdx.x < 2 * AT_ONCE) blocks.largest[threadIdx.x / 2][threadIdx.x % 2] = 0;
+        if (threadIdx.x < AT_ONCE) blocks.has_asked[threadIdx.x] = 0;
+        __syncthreads();  // nothing is the largest yet
         if (there) {
-            const u16* k = n.k + row * n.k_batch + head * n.k_head + channel;
-            const auto key = [&](int token) {
-                return (double)raw_value(token < num_waiting ? waiting.element(KEYS, head, token, channel)
-                                                             : k[listed[token - num_waiting] * n.k_step]);
+            const u16* const k = n.k + row * n.k_batch + head * n.k_head + channel;
+            const u16* const v = n.v + row * n.v_batch + head * n.v_head + channel;
+            u32 of_keys = 0, of_values = 0;
+            const auto finite_size = [](float x) {
+                const u32 size = __float_as_uint(fabsf(x));
+                return size < 0x7f800000u ? size : 0u;
             };
+#pragma unroll 4
+            for (int token = 0; token < end; ++token) {
+                of_keys = max(of_keys, finite_size(element(KEYS, k, n.k_step, token)));
+                of_values = max(of_values, finite_size(element(VALUES, v, n.v_step, token)));
+            }
+            atomicMax(&blocks.largest[of][KEYS], of_keys);
+            atomicMax(&blocks.largest[of][VALUES], of_values);
+            if (s.asked[place] > 0.f) blocks.has_asked[of] = 1;
+        }
+        __syncthreads();  // the largest elements are known
+        const int exponent = there ? side_exponent(blocks.largest[of][KEYS]) : 0;
+        if (there && channel < 2)
+            s.exponent[2 * (waiting.first_pair + head) + channel] =
+                (signed char)side_exponent(blocks.largest[of][channel]);
+#else
+        constexpr int exponent = 0;
+#endif
+        if (there) {
+            const u16* const k = n.k + row * n.k_batch + head * n.k_head + channel;
+            const auto key = [&](int token) { return (double)element(KEYS, k, n.k_step, token); };
             double sum = 0.;
 #pragma unroll 4
             for (int token = FIRST; token < end; ++token) sum += key(token);
             double mean = counts ? sum / (end - FIRST) : 0.;
             if (narrow && mean != 0. && !(mean * mean <= 2. * mean * key(0))) mean = 0.;
+            if (IN_BLOCKS) mean *= wide_power(-exponent);
             const __half rounded = __double2half(fabs(mean) <= 65504. ? mean : 0.);
             s.k_mean[place] = rounded;
             mean = (double)__half2float(rounded);
+            if (IN_BLOCKS) mean *= wide_power(exponent);
             double size = 0.;
 #pragma unroll 4
             for (int token = FIRST; token < end; ++token) size += fabs(key(token) - mean);
             sizes[of][channel] = size, energies[of][channel] = s.asked[place];
+#if IN_BLOCKS
+            double squares = 0.;
+#pragma unroll 4
+            for (int token = counts ? FIRST : 0; token < end; ++token) {
+                const double off = key(token) - mean;
+                squares = __dadd_rn(squares, __dmul_rn(off, off));
+            }
+            blocks.squares[of][channel] = squares;
+#endif
         }
         if (threadIdx.x < AT_ONCE) has_queries[threadIdx.x] = 0;
         __syncthreads();  // what is known of all channels is there
@@ -205,6 +330,11 @@ __device__ void take_frames(const Freeze& call, const WaitingTokens& waiting, in
             size = sizes[of][channel] + sizes[of][channel + HALF];
             energy = energies[of][channel] + energies[of][channel + HALF];
             if (energy > 0.) has_queries[of] = 1;
+#if IN_BLOCKS
+            blocks.energies[of][channel] =
+                counts ? energy_of(blocks, of, channel, energies[of][channel], energies[of][channel + HALF])
+                       : 0.;
+#endif
         }
         __syncthreads();  // sizes of channels have been read, and all queries been seen
         const bool asks = leads && has_queries[of];
@@ -224,8 +354,22 @@ __device__ void take_frames(const Freeze& call, const WaitingTokens& waiting, in
             if (!asks) ratio = __dmul_rn(ratio, ratio) / 4.;
             const bool large = counts && ratio >= (asks ? LEAST : LEAST_ALONE) && ratio < INFINITE;
             const int orders = (int)(__double_as_longlong(ratio) >> 52) - 1022;  // floor(log2(2 ratio))
-            s.k_shift[place] = s.k_shift[place + HALF] = large ? (u8)min(orders >> 1, MOST_SHIFT) : 0;
+            const u8 shift = large ? (u8)min(orders >> 1, MOST_SHIFT) : 0;
+            s.k_shift[place] = s.k_shift[place + HALF] = shift;
+#if IN_BLOCKS
+            blocks.shifts[of][channel] = blocks.shifts[of][channel + HALF] = shift;
+            place_pair(blocks, of, channel);
+#endif
         }
+#if IN_BLOCKS
+        __syncthreads();  // shifts and the order are there
+        if (there) s.k_order[place] = blocks.order[of][channel];
+        if (there && channel < 4) blocks.sums[of][channel] = sum_of_block(blocks, of, channel, exponent);
+        __syncthreads();  // sums of blocks are there
+        if (there && channel < 4)
+            s.k_gain[4 * (waiting.first_pair + head) + channel] =
+                gain_of(blocks.sums[of], channel, counts ? end - FIRST : end, !counts);
+#endif
     }
 }
 
@@ -311,3 +455,4 @@ extern "C" __global__ void __launch_bounds__(THREADS) crop_rows(const LayerState
 static_assert(WAITING_PAGES >= (LAST - 1) / PAGE + OPEN_PAGES, "waiting pages take the next tokens");
 
 // gate: HEAD_DIM=128,64,80,96,256 BF16=1,0 registers<=96
+// gate: HEAD_DIM=128,64,256 BF16=1,0 IN_BLOCKS=1 registers<=128 arch=sm_90a,sm_100a,sm_120a
