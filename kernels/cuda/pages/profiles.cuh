@@ -1,0 +1,41 @@
+// Profiles: the widths of the four blocks of a key as one number, 0x8422, the first block uppermost; and where
+// the codes of a block lie, those of neighbours of one width together (kvlab/reference/blocks.py `runs_of`).
+//
+// In ladders with profiles CacheRung::bits_k is a profile, or 16.
+#pragma once
+
+#include "pages/codes.cuh"
+
+constexpr int BLOCK_TILES = HEAD_DIM / 64;  // tiles of a block
+
+__host__ __device__ constexpr int width_of_block(u32 profile, int block) {
+    return profile >> (12 - 4 * block) & 15;
+}
+
+// Half a cell in steps: `FACTORS`.
+__host__ __device__ constexpr int factor_of_width(int width) {
+    return width == 2 ? 32 : width == 4 ? 12 : width == 8 ? 1 : 0;
+}
+
+// The sum of the widths of the blocks before a block; 4: of all.
+__host__ __device__ constexpr int widths_before(u32 profile, int block) {
+    int sum = 0;
+    for (int b = 0; b < block; ++b) sum += width_of_block(profile, b);
+    return sum;
+}
+
+// Words that a lane has of the keys of a page: no run but the last leaves a tile without another.
+__host__ __device__ constexpr int words_of_profile(u32 profile) {
+    return profile == 16 ? words_of(16, HEAD_DIM / 16) : words_of(widths_before(profile, 4), BLOCK_TILES);
+}
+
+// The first block of the run of a block, and the word where that run begins.
+struct Run {
+    int first, word;
+};
+
+__host__ __device__ constexpr Run run_of_block(u32 profile, int block) {
+    int first = block;
+    while (first && width_of_block(profile, first - 1) == width_of_block(profile, block)) --first;
+    return {first, widths_before(profile, first) * BLOCK_TILES / 4};
+}
