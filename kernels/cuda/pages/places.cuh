@@ -4,7 +4,7 @@
 // by exclusive or with what differs.
 #pragma once
 
-#include "pages/codes.cuh"
+#include "pages/profiles.cuh"
 
 enum Side { KEYS, VALUES };
 
@@ -13,7 +13,11 @@ __host__ __device__ constexpr int code_bytes(int bits) {
     return 128 * words_of(bits, HEAD_DIM / 16);
 }
 __host__ __device__ constexpr int step_bytes(int bits) {
-    return bits < 16 ? 16 : 0;
+    return bits != 16 ? 16 : 0;
+}
+// The same of keys, whose bits may be a profile.
+__host__ __device__ constexpr int key_code_bytes(int bits) {
+    return IN_BLOCKS ? 128 * words_of_profile(bits) : code_bytes(bits);
 }
 
 // Of a channel of a slot: its tile, its lane and register there, and which half of the register.

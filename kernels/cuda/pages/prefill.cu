@@ -9,7 +9,7 @@
 // CTA: its warps start together, so the instruction cache holds what most of them need next. The code for a
 // page has 13 KiB; if it outgrew that cache, fetching it would take longer than running it.
 //
-// Macros: HEAD_DIM; BF16.
+// Macros: HEAD_DIM; BF16; IN_BLOCKS: whether the ladder has profiles.
 #include "common/async_copies.cuh"
 #include "pages/state.cuh"
 #include "pages/words.cuh"
@@ -27,7 +27,12 @@ struct alignas(16) Pages {
     u8* codes[2][PAGES];        // of keys and of values; their steps are behind them
     const u16* from[2][PAGES];  // key and value of step 0 of their pairs
     u32 pairs[PAGES];
+#if IN_BLOCKS
+    u16 bits[2][PAGES];
+    signed char exponents[2][PAGES];
+#else
     u8 bits[2][PAGES];
+#endif
     int count;  // of these pages: fewer than PAGES at the end of a list
 };
 
@@ -39,7 +44,9 @@ struct alignas(128) WarpSpace {
     int number, pages;          // of the first of these pages; of the list
     Pages pages_of[2];          // these and the next, by stages
 };
-static_assert(sizeof(WarpSpace) == (5 * HEAD_DIM + PAGE * ROW_BYTES + 1904 + 127) / 128 * 128,
+static_assert(sizeof(WarpSpace) ==
+                  ((IN_BLOCKS ? 7 * HEAD_DIM + 1952 : 5 * HEAD_DIM + 1904) + PAGE * ROW_BYTES + 127) / 128 *
+                      128,
               "as the host reserves");
 
 // Waits for the copies of all lanes.
@@ -84,12 +91,18 @@ __device__ __forceinline__ void ask_for_moves(const MoveList& list, WarpSpace& s
     }
 }
 
-// Asks for the frame of the keys of a pair: its mean goes where the sums go.
+// Asks for the frame of the keys of a pair: its mean goes where the sums go, its order where that of turned
+// rows goes.
 __device__ __forceinline__ void ask_for_frame(const LayerState& s, u32 pair, Frame& frame, u32 lane) {
     if (lane < HEAD_DIM / 8)
         copy_async((uint4*)frame.sums + lane, s.k_mean + (u64)pair * HEAD_DIM + 8 * lane);
     if (lane < HEAD_DIM / 16)
         copy_async((uint4*)frame.shifts + lane, s.k_shift + (u64)pair * HEAD_DIM + 16 * lane);
+#if IN_BLOCKS
+    if (lane < HEAD_DIM / 16)
+        copy_async((uint4*)&frame.order + lane, s.k_order + (u64)pair * HEAD_DIM + 16 * lane);
+    if (lane == 0) copy_async(frame.gain, s.k_gain + KEY_BLOCKS * pair);
+#endif
 }
 
 // Position and importance of a move's slot: a Detail takes the place of the move until it is stored.
@@ -118,11 +131,15 @@ __device__ __forceinline__ void prepare(const LayerState& s, const NewTokens& ne
         const u32 pair = first.from, batch = pair / s.heads, head = pair - batch * s.heads;
         u8* const record = s.arena + (u64)first.to * UNIT;
         pages.codes[KEYS][lane] = record;
-        pages.codes[VALUES][lane] = record + code_bytes(rung.bits_k) + step_bytes(rung.bits_k);
+        pages.codes[VALUES][lane] = record + key_code_bytes(rung.bits_k) + step_bytes(rung.bits_k);
         pages.from[KEYS][lane] = new_tokens.k + batch * new_tokens.k_batch + head * new_tokens.k_head;
         pages.from[VALUES][lane] = new_tokens.v + batch * new_tokens.v_batch + head * new_tokens.v_head;
         pages.pairs[lane] = pair;
-        pages.bits[KEYS][lane] = (u8)rung.bits_k, pages.bits[VALUES][lane] = (u8)rung.bits_v;
+        pages.bits[KEYS][lane] = rung.bits_k, pages.bits[VALUES][lane] = rung.bits_v;
+#if IN_BLOCKS
+        for (int side = KEYS; side <= VALUES; ++side)
+            pages.exponents[side][lane] = s.exponent[2 * pair + side];
+#endif
     }
     if (lane == 0) pages.count = count;
     __syncwarp();  // no step is set but by what follows; moves have been read
@@ -182,16 +199,30 @@ __device__ __forceinline__ void ask_for_rows(const u16* of_step_0, u32 apart, co
                             (const u8*)of_step_0 + 16 * part, apart, step);
 }
 
+// Stores the steps of a page, of this lane's row the one with that byte, behind codes of so many bytes.
+__device__ __forceinline__ void store_steps(u8* codes, int bytes, u32 byte, const Loaded& loaded, u32 lane) {
+    if (lane % 4 < 2)  // of slot 2 g or 2 g + 1
+        codes[bytes + lane / 4 * 2 + lane % 4] = (u8)(loaded.finite ? byte : NAN_STEP);
+}
+
 template <int BITS>
 __device__ __forceinline__ void store_page(int side, u8* codes, Vectors& x, const Loaded& loaded, u32 lane) {
     const u32 byte = encode<BITS, false>(x, loaded, lane);
-    if (lane % 4 < 2)  // of slot 2 g or 2 g + 1
-        codes[code_bytes(BITS) + lane / 4 * 2 + lane % 4] = (u8)(loaded.finite ? byte : NAN_STEP);
-    if (side == KEYS)
+    store_steps(codes, code_bytes(BITS), byte, loaded, lane);
+    if (!IN_BLOCKS && side == KEYS)
         store_codes<KEYS, BITS, true>((u32*)codes, x, 0, lane);
     else
         store_codes<VALUES, BITS, true>((u32*)codes, x, 0, lane);
 }
+
+#if IN_BLOCKS
+__device__ __forceinline__ void store_page_of_keys(int profile, u8* codes, Vectors& x, const Loaded& loaded,
+                                                   const Frame& frame, u32 lane) {
+    const u32 byte = encode_keys(profile, x, loaded, frame, lane);
+    store_steps(codes, key_code_bytes(profile), byte, loaded, lane);
+    store_profile<true>((u32*)codes, x, profile, 0, lane);
+}
+#endif
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
     write_prefill(const LayerState* __restrict__ layers, const MoveList* __restrict__ lists,
@@ -284,7 +315,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
                 }
                 Vectors x;
                 const Frame* const frame = side == KEYS ? &space.frame : nullptr;
+#if IN_BLOCKS
+                const Loaded loaded = load_raw<Rows>(space.rows, frame, pages.exponents[side][page], x, lane);
+#else
                 const Loaded loaded = load_raw<Rows>(space.rows, frame, x, lane);
+#endif
                 ask_for_next();
                 Signs mine;
 #pragma unroll
@@ -293,7 +328,12 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
                     rotate_integers(x, mine, &space.frame, loaded, lane);
                 else
                     rotate_integers(x, mine, nullptr, loaded, lane);
-                KVLAB_FOR_WIDTH(bits, store_page<BITS>(side, codes, x, loaded, lane));
+#if IN_BLOCKS
+                if (side == KEYS)
+                    store_page_of_keys(bits, codes, x, loaded, space.frame, lane);
+                else
+#endif
+                    KVLAB_FOR_WIDTH(bits, store_page<BITS>(side, codes, x, loaded, lane));
             }
         }
         if (!more(1)) break;
@@ -306,3 +346,5 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
 
 // gate: HEAD_DIM=128,64,80,96 BF16=1,0 registers<=128
 // gate: HEAD_DIM=256 BF16=1,0 registers<=255
+// gate: HEAD_DIM=128,64 BF16=1,0 IN_BLOCKS=1 registers<=128 arch=sm_90a,sm_100a,sm_120a
+// gate: HEAD_DIM=256 BF16=1,0 IN_BLOCKS=1 registers<=255 arch=sm_90a,sm_100a,sm_120a

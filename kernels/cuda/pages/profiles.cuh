@@ -1,12 +1,17 @@
-// Profiles: the widths of the four blocks of a key as one number, 0x8422, the first block uppermost; and where
-// the codes of a block lie, those of neighbours of one width together (kvlab/reference/blocks.py `runs_of`).
+// Profiles: the widths of the four blocks of a key as one number, 0x8422, the first block uppermost; and
+// where the codes of a block lie, those of neighbours of one width together (kvlab/reference/blocks.py
+// `runs_of`).
 //
 // In ladders with profiles CacheRung::bits_k is a profile, or 16.
 #pragma once
 
 #include "pages/codes.cuh"
 
-constexpr int BLOCK_TILES = HEAD_DIM / 64;  // tiles of a block
+#ifndef IN_BLOCKS  // whether the ladder has profiles
+#define IN_BLOCKS 0
+#endif
+
+constexpr int KEY_BLOCKS = 4, BLOCK_TILES = HEAD_DIM / 64;  // blocks of a key, tiles of a block
 
 __host__ __device__ constexpr int width_of_block(u32 profile, int block) {
     return profile >> (12 - 4 * block) & 15;
@@ -39,3 +44,20 @@ __host__ __device__ constexpr Run run_of_block(u32 profile, int block) {
     while (first && width_of_block(profile, first - 1) == width_of_block(profile, block)) --first;
     return {first, widths_before(profile, first) * BLOCK_TILES / 4};
 }
+
+// `call`, in which BITS is the width of a block, if it has codes.
+#define KVLAB_FOR_BLOCK(bits, call) \
+    switch (bits) {                 \
+        case 2: {                   \
+            constexpr int BITS = 2; \
+            call;                   \
+        } break;                    \
+        case 4: {                   \
+            constexpr int BITS = 4; \
+            call;                   \
+        } break;                    \
+        case 8: {                   \
+            constexpr int BITS = 8; \
+            call;                   \
+        } break;                    \
+    }

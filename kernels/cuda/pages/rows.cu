@@ -210,6 +210,12 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS, 1) take_rows(const _
             const u64 to = (u64)bh * call.head_dim + i, from = (u64)source * call.head_dim + i;
             s.k_mean[to] = f.k_mean[from], s.k_shift[to] = f.k_shift[from], s.asked[to] = f.asked[from];
         }
+#if IN_BLOCKS
+        for (int i = lane; i < call.head_dim; i += 32)
+            s.k_order[(u64)bh * call.head_dim + i] = f.k_order[(u64)source * call.head_dim + i];
+        if (lane < KEY_BLOCKS) s.k_gain[KEY_BLOCKS * bh + lane] = f.k_gain[KEY_BLOCKS * source + lane];
+        if (lane < 2) s.exponent[2 * bh + lane] = f.exponent[2 * source + lane];
+#endif
         if (lane < OPEN_PAGES) s.open[bh * OPEN_PAGES + lane] = f.open[source * OPEN_PAGES + lane];
         if (lane == 0) {
             s.num_pages[bh] = f.num_pages[source];
@@ -272,3 +278,4 @@ extern "C" __global__ void __launch_bounds__(THREADS) clear_free(const __grid_co
 }
 
 // gate: BF16=0 registers<=64
+// gate: BF16=0 IN_BLOCKS=1 registers<=64 arch=sm_90a,sm_100a,sm_120a

@@ -9,6 +9,11 @@
 #include "pages/words.cuh"
 
 using Rows = RawRows<false>;
+#if IN_BLOCKS
+using Width = u16;  // of a side of a rung: of keys a profile
+#else
+using Width = u8;
+#endif
 
 // One side (K or V) of a page.
 struct Region {
@@ -18,8 +23,8 @@ struct Region {
 
 __device__ __forceinline__ Region region_of(Side side, u8* record, const CacheRung& rung) {
     const int bits = side == KEYS ? rung.bits_k : rung.bits_v;
-    if (side == VALUES) record += code_bytes(rung.bits_k) + step_bytes(rung.bits_k);
-    return {record, record + code_bytes(bits), bits};
+    if (side == VALUES) record += key_code_bytes(rung.bits_k) + step_bytes(rung.bits_k);
+    return {record, record + (side == KEYS ? key_code_bytes(bits) : code_bytes(bits)), bits};
 }
 
 constexpr u8 NO_MOVE = 254;  // Move::from_rung of lanes that have none
@@ -35,8 +40,13 @@ struct PageState {
     uint4 halves[HEAD_DIM / 8];  // the mean of the keys of its pair, float16
     u8 shifts[HEAD_DIM];         // and their shifts
     u32 importance_words[PAGE];  // by move: what a new token's importance is a byte of
-    u8 bits[PAGE];               // by slot: what its row holds, raw elements (16) or codes
+    Width bits[PAGE];            // by slot: what its row holds, raw elements (16) or codes
     u8 steps[PAGE];              // by slot: of the codes that a row holds
+#if IN_BLOCKS
+    u8 order[HEAD_DIM];  // k_order of its pair
+    float gain[4];
+    u32 exponents;  // a word with that of this side of its pair
+#endif
     Region to;
     u8* tail;
     u32 mask;    // slots that are written
@@ -50,7 +60,8 @@ struct alignas(16) WarpSpace {
     Frame frame;  // of keys
     PageState pages[3];
 };
-static_assert(sizeof(WarpSpace) == 78 * HEAD_DIM + 1728, "as the host reserves");
+static_assert(sizeof(WarpSpace) == (IN_BLOCKS ? 83 * HEAD_DIM + 1888 : 78 * HEAD_DIM + 1728),
+              "as the host reserves");
 
 // What the warps of a CTA share.
 struct Shared {
@@ -127,7 +138,7 @@ __device__ __forceinline__ void ask_for_rows(Side side, const LayerState& s, con
             const CacheRung& rung = s.rungs[move.from_rung];
             bits = side == KEYS ? rung.bits_k : rung.bits_v;
         }
-        page.bits[move.to_slot] = (u8)bits;
+        page.bits[move.to_slot] = (Width)bits;
     }
     const u32 mask = __reduce_or_sync(ALL_LANES, moves ? 1u << move.to_slot : 0u);
     const u32 others = __any_sync(ALL_LANES, moves && !fetched);
@@ -151,6 +162,24 @@ __device__ __forceinline__ void ask_for_rows(Side side, const LayerState& s, con
     }
 }
 
+// The pair that a move to one of its pages is of.
+__device__ __forceinline__ u32 pair_of(const Move& move) {
+    return is_new(move) ? move.from : move.token;
+}
+
+#if IN_BLOCKS
+__device__ __forceinline__ const signed char* place_of_exponent(Side side, const LayerState& s,
+                                                                const Move& move) {
+    return s.exponent + 2 * pair_of(move) + side;
+}
+
+// The exponent of a side of a page, which is there.
+__device__ __forceinline__ int exponent_of(Side side, const LayerState& s, const PageState& page) {
+    const u64 at = (u64)place_of_exponent(side, s, (const Move&)page.moves[0]);
+    return (signed char)(page.exponents >> at % 4 * 8);
+}
+#endif
+
 // Asks for all that a side of a page needs.
 __device__ __forceinline__ void ask_for_page(Side side, const LayerState& s, const NewTokens& new_tokens,
                                              u8* rows, const Shared& shared, PageState& page) {
@@ -163,10 +192,18 @@ __device__ __forceinline__ void ask_for_page(Side side, const LayerState& s, con
         page.to = region_of(side, record, rung);
         page.tail = record + rung.tail;
     }
+#if IN_BLOCKS
+    if (lane == 0)
+        copy_word_async(&page.exponents, (const void*)((u64)place_of_exponent(side, s, first) & ~3ull));
+#endif
     if (side == VALUES) return;
-    const u64 channels = (u64)(is_new(first) ? first.from : first.token) * HEAD_DIM;
+    const u64 channels = (u64)pair_of(first) * HEAD_DIM;
     if (lane < HEAD_DIM / 8) copy_async(page.halves + lane, s.k_mean + channels + 8 * lane);
     if (lane < HEAD_DIM / 16) copy_async((uint4*)page.shifts + lane, s.k_shift + channels + 16 * lane);
+#if IN_BLOCKS
+    if (lane < HEAD_DIM / 16) copy_async((uint4*)page.order + lane, s.k_order + channels + 16 * lane);
+    if (lane == 0) copy_async(page.gain, s.k_gain + 4 * pair_of(first));
+#endif
     if (lane >= PAGE) return;
     const Move move = (const Move&)page.moves[lane];
     if (!is_new(move)) return;

@@ -11,7 +11,7 @@
 // next; 128 registers for four blocks a multiprocessor, up to 255 for two from compute capability 10.0 on,
 // where 128 are too few.
 //
-// Macros: HEAD_DIM; BF16.
+// Macros: HEAD_DIM; BF16; IN_BLOCKS: whether the ladder has profiles.
 #include "pages/copies.cuh"
 #include "pages/sources.cuh"
 
@@ -81,7 +81,33 @@ __device__ __forceinline__ void take_codes(Side side, const u8* codes, int slot,
     }
 }
 
+#if IN_BLOCKS
+// The same of a block of a key.
+template <int BITS>
+__device__ __forceinline__ void take_block(const Region& from, int block, int slot, u8* row, int lane) {
+    constexpr int EACH = HEAD_DIM / KEY_BLOCKS, OF_LANE = EACH / LANES;
+    const Run run = run_of_block(from.bits, block);
+    u32 code[OF_LANE];
+#pragma unroll
+    for (int j = 0; j < OF_LANE; ++j) {
+        const u32 channel = EACH * (block - run.first) + LANES * j + lane;  // of its run
+        code[j] = read_code<BITS>(from.codes + 128 * run.word, element_at(KEYS, slot, channel));
+    }
+#pragma unroll
+    for (int j = 0; j < OF_LANE; ++j) row[EACH * block + LANES * j + lane] = (u8)code[j];
+}
+
+__device__ __forceinline__ void take_key(const Region& from, int slot, u8* row, int lane) {
+#pragma unroll 1
+    for (int block = 0; block < KEY_BLOCKS; ++block)
+        KVLAB_FOR_BLOCK(width_of_block(from.bits, block), take_block<BITS>(from, block, slot, row, lane));
+}
+#endif
+
 __device__ __forceinline__ void take_stored(Side side, const Region& from, int slot, u8* row, int lane) {
+#if IN_BLOCKS
+    if (side == KEYS && from.bits != 16) return take_key(from, slot, row, lane);
+#endif
     switch (from.bits) {
         case 2:
             return take_codes<2>(side, from.codes, slot, row, lane);
@@ -96,28 +122,59 @@ __device__ __forceinline__ void take_stored(Side side, const Region& from, int s
     }
 }
 
-// Puts vectors that have not been asked for into their rows, LANES lanes a vector: codes, a byte each, or
-// raw. What goes to raw elements from fewer bits is rotated back.
+__device__ __forceinline__ bool is_stored(const Move& move) {
+    return move.from_rung != NO_MOVE && !is_new(move);
+}
+
+// Where the stored vector of a move lies; for others the bits of raw ones.
+__device__ __forceinline__ Region source_of(Side side, const LayerState& s, const Move& move) {
+    if (!is_stored(move)) return {nullptr, nullptr, 16};
+    return region_of(side, s.arena + (u64)move.from * UNIT, s.rungs[move.from_rung]);
+}
+
+// Puts a vector that has not been asked for into its row, LANES lanes: codes, a byte each, or raw. Returns
+// its step, 0 of raw ones.
+__device__ __forceinline__ u32 fill_row(Side side, const Region& from, const Move& move,
+                                        const NewTokens& new_tokens, const Shared& shared, PageState& page,
+                                        u8* row, u32 lane) {
+    u32 step = 0;
+    if (is_stored(move)) {
+        take_stored(side, from, move.from_slot, row, lane);
+        if (from.bits != 16) step = from.steps[move.from_slot];
+        if (lane == 0) page.steps[move.to_slot] = (u8)step;
+    } else if (move.from_rung != NO_MOVE && !shared.in_units) {
+        const u16* vector = new_vector(side, new_tokens, place_of(new_tokens, move, shared));
+#pragma unroll 4
+        for (int i = lane; i < HEAD_DIM; i += LANES) ((u16*)row)[i] = vector[i];
+    }
+    return step;
+}
+
+#if IN_BLOCKS
+// Fills rows of keys: with raw ones, or, when these have been put in order, with codes.
+__device__ __forceinline__ void fill_key_rows(bool coded, const LayerState& s, const NewTokens& new_tokens,
+                                              const Shared& shared, PageState& page, u8* rows) {
+    const u32 lane = lane_again() % LANES;
+#pragma unroll 1
+    for (u32 at = lane_again() / LANES; at < PAGE; at += 32 / LANES) {
+        const Move move = (const Move&)page.moves[at];
+        const Region from = source_of(KEYS, s, move);
+        if ((from.bits != 16) == coded)
+            fill_row(KEYS, from, move, new_tokens, shared, page, row_for(rows, move), lane);
+    }
+}
+#endif
+
+// Fills rows; what goes to raw elements from fewer bits is rotated back.
 __device__ __forceinline__ void fill_rows(Side side, const LayerState& s, const NewTokens& new_tokens,
                                           const Shared& shared, PageState& page, u8* rows) {
     const u32 lane = lane_again() % LANES;
 #pragma unroll 1
     for (u32 at = lane_again() / LANES; at < PAGE; at += 32 / LANES) {
         const Move move = (const Move&)page.moves[at];
-        const bool stored = move.from_rung != NO_MOVE && !is_new(move);
         u8* const row = row_for(rows, move);
-        Region from = {nullptr, nullptr, 16};
-        u32 step = 0;
-        if (stored) {
-            from = region_of(side, s.arena + (u64)move.from * UNIT, s.rungs[move.from_rung]);
-            take_stored(side, from, move.from_slot, row, lane);
-            if (from.bits < 16) step = from.steps[move.from_slot];
-            if (lane == 0) page.steps[move.to_slot] = (u8)step;
-        } else if (move.from_rung != NO_MOVE && !shared.in_units) {
-            const u16* vector = new_vector(side, new_tokens, place_of(new_tokens, move, shared));
-#pragma unroll 4
-            for (int i = lane; i < HEAD_DIM; i += LANES) ((u16*)row)[i] = vector[i];
-        }
+        const Region from = source_of(side, s, move);
+        const u32 step = fill_row(side, from, move, new_tokens, shared, page, row, lane);
         const bool turns_raw = from.bits < 16 && page.to.bits == 16;
         if (!__any_sync(ALL_LANES, turns_raw)) continue;
         __syncwarp();  // rows are whole
@@ -202,14 +259,20 @@ __device__ __forceinline__ void keep_codes(const u8* rows, const Row (&row)[2], 
     }
 }
 
+// Stores the steps of a page: of this lane's row this byte, if it counts.
+__device__ __forceinline__ void store_steps(u32 byte, bool finite, int bits, const Row (&row)[2],
+                                            const PageState& page, u32 lane) {
+    const Row mine = lane % 2 ? row[1] : row[0];
+    if (lane % 4 < 2 && page.mask >> mine.slot & 1)
+        page.to.steps[mine.slot] = (u8)(mine.bits == bits ? mine.step : finite ? byte : NAN_STEP);
+}
+
 // Stores the codes of a page and its steps.
 template <Side SIDE, int BITS>
 __device__ __forceinline__ void store_side(Vectors& x, u32 byte, bool finite, const u8* rows,
                                            const Row (&row)[2], const PageState& page, u32 lane) {
     if (page.others) keep_codes<BITS>(rows, row, x, lane);
-    const Row mine = lane % 2 ? row[1] : row[0];
-    if (lane % 4 < 2 && page.mask >> mine.slot & 1)
-        page.to.steps[mine.slot] = (u8)(mine.bits == BITS ? mine.step : finite ? byte : NAN_STEP);
+    store_steps(byte, finite, BITS, row, page, lane);
     u32* const to = (u32*)page.to.codes;
     if (page.mask == ALL_SLOTS)
         store_codes<SIDE, BITS, true>(to, x, page.mask, lane);
@@ -221,11 +284,76 @@ template <int BITS>
 __device__ __forceinline__ void encode_page(Side side, Vectors& x, const Loaded& loaded, const u8* rows,
                                             const Row (&row)[2], const PageState& page, u32 lane) {
     const u32 byte = encode<BITS, true>(x, loaded, lane);
-    if (side == KEYS)
+    if (!IN_BLOCKS && side == KEYS)
         store_side<KEYS, BITS>(x, byte, loaded.finite, rows, row, page, lane);
     else
         store_side<VALUES, BITS>(x, byte, loaded.finite, rows, row, page, lane);
 }
+
+#if IN_BLOCKS
+// A number in both halves.
+__device__ __forceinline__ u32 of_width(int width, u32 two, u32 four, u32 eight) {
+    return (width == 2 ? two : width == 4 ? four : width == 8 ? eight : 0) * 0x10001u;
+}
+
+// What take_numbers and keep_codes do, for keys of profiles: numbers are whole steps.
+__device__ __forceinline__ void take_key_numbers(const u8* rows, const Row (&row)[2], Vectors& x,
+                                                 Loaded& loaded, int lane) {
+    const int g = lane / 4, u = lane % 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        if (row[i].bits == 16) continue;
+        const bool finite = row[i].step <= HIGHEST_STEP;
+        const u8* const codes = rows + (g + 8 * i) * Rows::BYTES;
+#pragma unroll
+        for (int block = 0; block < KEY_BLOCKS; ++block) {
+            const int width = finite ? width_of_block(row[i].bits, block) : 0;
+            const u32 two = of_width(width, 0x5400, 0x4e00, 0x4000),  // 2 F
+                first = of_width(width, 0x8000 + 3 * 32, 0x8000 + 15 * 12, 0x8000 + 255);
+#pragma unroll
+            for (int t = BLOCK_TILES * block; t < BLOCK_TILES * (block + 1); ++t)
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    x[t][i + 2 * half] =
+                        pair_fused(pair_of_codes(codes, 16 * t + 8 * half + 2 * u), two, first);
+        }
+        if (u % 2 == i)
+            loaded.factor = finite ? step_value(row[i].step) : 0.f, loaded.finite = finite,
+            loaded.decoded = true;
+    }
+}
+
+__device__ __forceinline__ void keep_key_codes(int profile, const u8* rows, const Row (&row)[2], Vectors& x,
+                                               int lane) {
+    const int g = lane / 4, u = lane % 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        if (row[i].bits != profile) continue;
+        const u8* const codes = rows + (g + 8 * i) * Rows::BYTES;
+#pragma unroll
+        for (int t = 0; t < TILES; ++t) {
+            const u32 lifted = width_of_block(profile, t / BLOCK_TILES) < 8 ? LIFTED * 0x10001u : 0;
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                x[t][i + 2 * half] = pair_of_codes(codes, 16 * t + 8 * half + 2 * u) + lifted;
+        }
+    }
+}
+
+__device__ __forceinline__ void encode_page_of_keys(Vectors& x, const Loaded& loaded, const Frame& frame,
+                                                    const u8* rows, const Row (&row)[2],
+                                                    const PageState& page, u32 lane) {
+    const int profile = page.to.bits;
+    const u32 byte = encode_keys(profile, x, loaded, frame, lane);
+    if (page.others) keep_key_codes(profile, rows, row, x, lane);
+    store_steps(byte, loaded.finite, profile, row, page, lane);
+    u32* const to = (u32*)page.to.codes;
+    if (page.mask == ALL_SLOTS)
+        store_profile<true>(to, x, profile, page.mask, lane);
+    else
+        store_profile<false>(to, x, profile, page.mask, lane);
+}
+#endif
 
 // Position and importance of a move's token.
 struct Tail {
@@ -253,6 +381,10 @@ __device__ __forceinline__ Tail tail_of(const LayerState& s, const NewTokens& ne
 // The frame of the keys of a page from its mean and shifts, which are there.
 __device__ __forceinline__ void take_frame(const PageState& page, Frame& frame, u32 lane) {
     if (lane < HEAD_DIM / 16) ((uint4*)frame.shifts)[lane] = ((const uint4*)page.shifts)[lane];
+#if IN_BLOCKS
+    if (lane < HEAD_DIM / 16) ((uint4*)&frame.order)[lane] = ((const uint4*)page.order)[lane];
+    if (lane < KEY_BLOCKS) frame.gain[lane] = page.gain[lane];
+#endif
     __syncwarp();  // the shifts are there
     complete_frame((const __half*)page.halves, frame, lane);
     __syncwarp();  // the frame is there
@@ -297,7 +429,11 @@ extern "C" __global__ void __launch_bounds__(WRITE_THREADS, BLOCKS)
         if (number + 2 * stride < pages) ask_for_moves(list, number + 2 * stride, then.moves);
         const Tail tail = side == KEYS ? tail_of(s, new_tokens, shared, page, lane) : Tail{-1, 0, 0};
         if (page.others) {
-            fill_rows(side, s, new_tokens, shared, page, rows);
+#if IN_BLOCKS
+            if (side == KEYS) fill_key_rows(false, s, new_tokens, shared, page, rows);
+            if (side == VALUES)
+#endif
+                fill_rows(side, s, new_tokens, shared, page, rows);
             __syncwarp();  // all rows are whole, and all sources of this page have been read
         }
         if (page.to.bits == 16) {
@@ -310,14 +446,33 @@ extern "C" __global__ void __launch_bounds__(WRITE_THREADS, BLOCKS)
             Row row[2] = {{slot, 16, 0}, {slot + 1, 16, 0}};
             Vectors x;
             const Frame* const frame = side == KEYS ? &space.frame : nullptr;
+#if IN_BLOCKS
+            Loaded loaded = load_raw<Rows>(rows, frame, exponent_of(side, s, page), x, lane);
+#else
             Loaded loaded = load_raw<Rows>(rows, frame, x, lane);
+#endif
             rotate_integers(x, shared.signs[lane], frame, loaded, lane);
-            if (page.others) {
+#if IN_BLOCKS
+            if (side == KEYS) {
+                if (page.others) {
+                    __syncwarp();  // all lanes have read raw rows
+                    fill_key_rows(true, s, new_tokens, shared, page, rows);
+                    __syncwarp();  // codes are there, and all sources of this page have been read
 #pragma unroll
-                for (int i = 0; i < 2; ++i) row[i] = row_at(page, slot + i);
-                take_numbers(rows, row, x, loaded, lane);
+                    for (int i = 0; i < 2; ++i) row[i] = row_at(page, slot + i);
+                    take_key_numbers(rows, row, x, loaded, lane);
+                }
+                encode_page_of_keys(x, loaded, *frame, rows, row, page, lane);
+            } else
+#endif
+            {
+                if (page.others) {
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) row[i] = row_at(page, slot + i);
+                    take_numbers(rows, row, x, loaded, lane);
+                }
+                KVLAB_FOR_WIDTH(page.to.bits, encode_page<BITS>(side, x, loaded, rows, row, page, lane));
             }
-            KVLAB_FOR_WIDTH(page.to.bits, encode_page<BITS>(side, x, loaded, rows, row, page, lane));
         }
         if (tail.slot >= 0) {
             ((u16*)page.tail)[tail.slot] = tail.position;
@@ -361,3 +516,4 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 // gate: HEAD_DIM=128,64,80,96 BF16=1,0 registers<=255
 // gate: HEAD_DIM=256 BF16=1,0 registers<=255
+// gate: HEAD_DIM=128,64,256 BF16=1,0 IN_BLOCKS=1 registers<=255 arch=sm_90a,sm_100a,sm_120a
