@@ -205,29 +205,30 @@ class AppendCall:
 
 def write_tokens(
     head_dim: int, dtype: str, device: int, states: int, lists: int, layers: int, groups: int, fresh: Any,
-    stream: int,
+    stream: int, *, in_blocks: bool = False,
 ) -> None:  # fmt: skip
     """Carry out the moves of `layers` lists of at most `groups` destination pages each.
 
-    All moves to a page are of one (row, KV head). New tokens of a long prefill, whose cache is empty, have a
+    The ladder of all layers has profiles if keys are `in_blocks`. All moves to a page are of one (row, KV head). New tokens of a long prefill, whose cache is empty, have a
     kernel of their own if their vectors can be copied in units of 16 bytes.
     """
     if groups * layers >= _MANY_PAGES and _can_prefill(fresh):
-        kernel = _kernel("pages/prefill", "write_prefill", head_dim, dtype, device)
+        kernel = _kernel("pages/prefill", "write_prefill", head_dim, dtype, device, in_blocks)
         row = -(-2 * head_dim // 128) * 128
-        each = -(-(5 * head_dim + TOKENS_PER_PAGE * row + 1904) // 128) * 128  # WarpSpace in pages/prefill.cu
+        own = 7 * head_dim + 1952 if in_blocks else 5 * head_dim + 1904
+        each = -(-(own + TOKENS_PER_PAGE * row) // 128) * 128  # WarpSpace in pages/prefill.cu
         most = 8 if head_dim > 128 else {9: 20, 12: 12}.get(compute_capability(device)[0], 16)  # WARPS there
         free = shared_memory_per_block(device) - kernel.resources.shared_bytes
         warps = min(most, free // each)
         grid = _grid(-(-groups // (4 * warps)), layers, multiprocessors(device))
         kernel(grid, (32 * warps,), (states, lists, fresh), warps * each, stream)
         return
-    kernel = _kernel("pages/write", "write_tokens", head_dim, dtype, device)
+    kernel = _kernel("pages/write", "write_tokens", head_dim, dtype, device, in_blocks)
     blocks = _BLOCKS if fresh["k"] else _FEW_BLOCKS
     warps = _WRITE_THREADS // 32
     grid = _grid(-(-groups // warps), layers, blocks * multiprocessors(device))
-    shared = warps * (78 * head_dim + 1728)  # WarpSpace in pages/sources.cuh
-    kernel((*grid, 2), (_WRITE_THREADS,), (states, lists, fresh), shared, stream)
+    own = 83 * head_dim + 1856 if in_blocks else 78 * head_dim + 1728  # WarpSpace in pages/sources.cuh
+    kernel((*grid, 2), (_WRITE_THREADS,), (states, lists, fresh), warps * own, stream)
 
 
 def _can_prefill(fresh: Any) -> bool:
@@ -257,6 +258,7 @@ def copy_pages(
 def freeze_means(
     head_dim: int, dtype: str, device: int, state: int, batch: int, fresh: Any, addresses: Sequence[int],
     before: int, stream: int, *, lookahead: int, force: bool, queries: CudaView | None = None,
+    in_blocks: bool = False,
 ) -> None:  # fmt: skip
     """Take the frame of the keys of rows that have enough tokens, and keep the tokens of the others.
 
@@ -276,6 +278,8 @@ def freeze_means(
         No row waits any longer.
     queries : CudaView, optional
         (batch, steps, query heads, head_dim), of the tokens of the call.
+    in_blocks : bool
+        The ladder has profiles.
     """
     call = np.zeros(1, _FREEZE)
     call["layer"], call["fresh"] = state, fresh
@@ -286,7 +290,7 @@ def freeze_means(
         call["q"], call["num_heads_q"] = queries.pointer, queries.shape[2]
         call["q_batch"], call["q_step"], call["q_head"] = queries.strides[:3]
     if batch:
-        kernel = _kernel("pages/means", "freeze_means", head_dim, dtype, device)
+        kernel = _kernel("pages/means", "freeze_means", head_dim, dtype, device, in_blocks)
         kernel((batch,), (_FREEZE_THREADS,), (call[0],), 0, stream)
 
 
@@ -304,7 +308,7 @@ def crop_rows(
 
 def take_rows(
     head_dim: int, dtype: str, device: int, addresses: Sequence[int], capacity: int, layers: int,
-    stream: int, *, in_place: bool,
+    stream: int, *, in_place: bool, in_blocks: bool = False,
 ) -> None:  # fmt: skip
     """Let rows of some layers take over the pages of others; see `kvlab.cache.store`.
 
@@ -316,6 +320,8 @@ def take_rows(
         Pages of a layer that the lists have places for.
     in_place : bool
         As in `RowMove`.
+    in_blocks : bool
+        Frames have orders, gains and exponents, for ladders with profiles.
     """
     call = np.zeros(1, _ROWS)
     call.view(np.uint64)[: len(addresses)] = addresses
@@ -323,14 +329,15 @@ def take_rows(
     if not capacity:
         return
     grid = _grid(capacity, layers, _FEW_BLOCKS * multiprocessors(device))
-    _row_kernel("take_rows", device)((1, layers), (_TABLE_THREADS,), (call[0],), 0, stream)
+    _row_kernel("take_rows", device, in_blocks)((1, layers), (_TABLE_THREADS,), (call[0],), 0, stream)
     for entry in ("move_kept", "gather_pages") if in_place else ("gather_pages", "clear_free"):
         _row_kernel(entry, device)(grid, (_THREADS,), (call[0],), 0, stream)
 
 
 @lru_cache(maxsize=16)
-def _row_kernel(entry: str, device: int) -> Kernel:
-    return load(build("pages/rows", {"BF16": 0}, arch_of(*compute_capability(device))), entry, device=device)
+def _row_kernel(entry: str, device: int, in_blocks: bool = False) -> Kernel:
+    macros = _with_blocks({"BF16": 0}, in_blocks)
+    return load(build("pages/rows", macros, arch_of(*compute_capability(device))), entry, device=device)
 
 
 def merge_rows(
@@ -353,6 +360,13 @@ def _append_kernel(head_dim: int, dtype: str, top_k: int, top_v: int, device: in
 
 
 @lru_cache(maxsize=64)
-def _kernel(source: str, entry: str, head_dim: int, dtype: str, device: int) -> Kernel:
-    macros = {"HEAD_DIM": head_dim, "BF16": int(dtype == "bfloat16")}
+def _kernel(
+    source: str, entry: str, head_dim: int, dtype: str, device: int, in_blocks: bool = False
+) -> Kernel:
+    macros = _with_blocks({"HEAD_DIM": head_dim, "BF16": int(dtype == "bfloat16")}, in_blocks)
     return load(build(source, macros, arch_of(*compute_capability(device))), entry, device=device)
+
+
+def _with_blocks(macros: dict[str, int], in_blocks: bool) -> dict[str, int]:
+    """Macros of a source, with that of ladders with profiles if that is what it is built for."""
+    return macros | ({"IN_BLOCKS": 1} if in_blocks else {})
