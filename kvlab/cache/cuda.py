@@ -74,7 +74,10 @@ class GpuKernels:
 
     def write_tokens(self, first: int, layers: int, lists: int, groups: int, new: Any, stream: int) -> None:
         """Carry out the moves of a plan; see `kvlab.ops.cuda.pages.write_tokens`."""
-        kernels.write_tokens(*self._of_store, self._states(first), lists, layers, groups, new, stream)
+        kernels.write_tokens(
+            *self._of_store, self._states(first), lists, layers, groups, new, stream,
+            in_blocks=self.store.stores[first].in_blocks,
+        )  # fmt: skip
 
     def copy_pages(self, first: int, layers: int, lists: int, copies: int, stream: int) -> None:
         """Carry out the page copies of a plan."""
@@ -88,7 +91,7 @@ class GpuKernels:
         batch = self.store.batch
         kernels.freeze_means(
             *self._of_store, self._states(layer), batch, new, addresses, before, stream,
-            lookahead=lookahead, force=force, queries=queries,
+            lookahead=lookahead, force=force, queries=queries, in_blocks=self.store.stores[layer].in_blocks,
         )  # fmt: skip
 
     def crop_rows(self, end: int, stream: int) -> None:
@@ -113,7 +116,10 @@ class GpuKernels:
             there, here, here if move.in_place else there, *begins.tolist(),
             places, copies, places + 4 * pages * layers,
         ]  # fmt: skip
-        kernels.take_rows(*self._of_store, addresses, pages, layers, stream, in_place=move.in_place)
+        kernels.take_rows(
+            *self._of_store, addresses, pages, layers, stream,
+            in_place=move.in_place, in_blocks=any(one.in_blocks for one in store.stores),
+        )  # fmt: skip
 
     def _states_of(self, source: PagesOfRows) -> Any:
         """LayerState structs of what the store held."""

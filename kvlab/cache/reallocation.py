@@ -316,11 +316,10 @@ class Reallocator:
     def _plan(
         self, first: int, n: int, workspace: Workspace, stream: int, new: Any, lookahead: int, **rules: Any
     ) -> None:
-        start = first
-        for ladder, run in groupby(self.ladders[first : first + n]):
-            count = len(list(run))
-            self._plan_run(start, count, ladder, workspace, stream, new, lookahead, **rules)
-            start += count
+        alike = groupby(range(first, first + n), lambda i: (self.ladders[i], self.store.stores[i].in_blocks))
+        for (ladder, _), run in alike:
+            start, *others = run
+            self._plan_run(start, 1 + len(others), ladder, workspace, stream, new, lookahead, **rules)
 
     def _plan_run(
         self, first: int, n: int, ladder: Ladder, workspace: Workspace, stream: int, new: Any,

@@ -6,12 +6,13 @@
 #pragma once
 
 #include "pages/codes.cuh"
+#include "pages/state.cuh"
 
 #ifndef IN_BLOCKS  // whether the ladder has profiles
 #define IN_BLOCKS 0
 #endif
 
-constexpr int KEY_BLOCKS = 4, BLOCK_TILES = HEAD_DIM / 64;  // blocks of a key, tiles of a block
+constexpr int BLOCK_TILES = HEAD_DIM / 64;  // tiles of a block
 
 __host__ __device__ constexpr int width_of_block(u32 profile, int block) {
     return profile >> (12 - 4 * block) & 15;

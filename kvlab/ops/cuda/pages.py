@@ -209,8 +209,9 @@ def write_tokens(
 ) -> None:  # fmt: skip
     """Carry out the moves of `layers` lists of at most `groups` destination pages each.
 
-    The ladder of all layers has profiles if keys are `in_blocks`. All moves to a page are of one (row, KV head). New tokens of a long prefill, whose cache is empty, have a
-    kernel of their own if their vectors can be copied in units of 16 bytes.
+    All moves to a page are of one (row, KV head). New tokens of a long prefill, whose cache is empty, have a
+    kernel of their own if their vectors can be copied in units of 16 bytes. Layers have one ladder; it has
+    profiles if keys are `in_blocks`.
     """
     if groups * layers >= _MANY_PAGES and _can_prefill(fresh):
         kernel = _kernel("pages/prefill", "write_prefill", head_dim, dtype, device, in_blocks)
