@@ -6,7 +6,8 @@ unused slots hold codes and steps of any kind, NaN among them.
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -16,10 +17,11 @@ from kvlab.arrays import cuda_view, to_device
 from kvlab.cache.cuda import GPU
 from kvlab.cache.frame import ASKING, LAST, add_queries, key_mean, key_shift
 from kvlab.cache.ladder import LayerFormat, parse_bits
-from kvlab.cache.store import UNIT, DeviceStore
+from kvlab.cache.store import FRAME, UNIT, DeviceStore
 from kvlab.ops.cuda import pages as kernels
 from kvlab.ops.cuda.pages import WAITING_ENTRIES, WAITING_PAGES
 from kvlab.pages import NO_PAGE, TOKENS_PER_PAGE, PageLayout, encode_importance
+from kvlab.reference.blocks import KeyFrame, decode_blocks, encode_blocks, profile_bits, rotate_in_blocks
 from kvlab.reference.codec import hadamard
 from kvlab.reference.pages import (
     STEPS,
@@ -35,6 +37,7 @@ from tests.gpu.packed_cases import DTYPES, to_numpy, to_torch
 
 BATCH, HEADS, GROUP, PAGE = 2, 2, 4, TOKENS_PER_PAGE
 MIXED = ("2,3,4,8,16", "k2v3,k4v8,k16v8", "8", "k3v16,16")
+PROFILES = ("k4220v2,k4422v2,k8422v3,k8444v4,8,16", "k2220v3,k4222v3,k8882v4", "k2000v16,k8800v16,k16v16")
 MOVE = np.dtype(
     [
         *((name, "u4") for name in ("from", "to")),
@@ -60,16 +63,40 @@ def device_store(bits: str, head_dim: int, dtype: str, capacity: int = 512) -> D
     )  # heads without and with
     device.tables["k_mean"][...] = to_device(mean, like)
     device.tables["k_shift"][...] = to_device(shift.astype(np.uint8), like)
+    if store.in_blocks:
+        exponent = rng.integers(-14, 16, (1, BATCH, HEADS, 2)) * (rng.random((BATCH, HEADS, 2)) < 0.5)
+        order = np.argsort(rng.random(mean.shape), axis=-1)
+        gain = np.exp2(rng.uniform(-3, 8, (1, BATCH, HEADS, 4))).astype(np.float16)
+        device.tables["exponent"][...] = to_device(exponent.astype(np.int8), like)
+        device.tables["k_order"][...] = to_device(order.astype(np.uint8), like)
+        device.tables["k_gain"][...] = to_device(gain.astype(np.float32), like)
     return device
 
 
-def frames_of(device: DeviceStore, head_dim: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Mean and shift of the keys of each pair."""
-    tables = (to_numpy(device.tables[name])[0].reshape(-1, head_dim) for name in ("k_mean", "k_shift"))
-    return list(zip(*tables, strict=True))
+class Frame(NamedTuple):
+    """What keys and values of a pair are rotated in; without `order` not in blocks."""
+
+    mean: np.ndarray
+    shift: np.ndarray
+    exponent: np.ndarray | None = None
+    order: np.ndarray | None = None
+    gain: np.ndarray | None = None
+
+    def keys(self, x: np.ndarray, dtype: str) -> np.ndarray:
+        if self.exponent is None:
+            return rotate_keys(x, self.mean, self.shift, dtype)
+        frame = KeyFrame(self.mean, self.shift, int(self.exponent[0]), self.order, self.gain)
+        return rotate_in_blocks(x, frame, dtype)
+
+    def values(self, x: np.ndarray) -> np.ndarray:
+        return rotate_values(x if self.exponent is None else np.ldexp(x, -self.exponent[1]))
 
 
-Frame = tuple[np.ndarray, np.ndarray]
+def frames_of(device: DeviceStore, head_dim: int) -> list[Frame]:
+    """The frame of each pair."""
+    names = FRAME if device.stores[0].in_blocks else FRAME[:2]
+    tables = (to_numpy(device.tables[name])[0] for name in names)
+    return [Frame(*frame) for frame in zip(*(x.reshape(-1, x.shape[-1]) for x in tables), strict=True)]
 
 
 class Record:
@@ -79,26 +106,36 @@ class Record:
         self.bytes = arena[address * UNIT : address * UNIT + layout.nbytes]
         self.layout = layout
 
-    def _side(self, side: str) -> tuple[int, slice, int]:
+    def _side(self, side: str) -> tuple[Any, slice, int]:
         layout = self.layout
         if side == "k":
             return layout.bits_k, slice(layout.k_codes, layout.k_steps), layout.k_steps
         return layout.bits_v, slice(layout.v_codes, layout.v_steps), layout.v_steps
 
+    def _places(self, side: str) -> list[tuple[slice, np.ndarray]]:
+        """Channels of one width, in order, and where the bits of their codes are, (16, channels, width)."""
+        bits, head_dim = self._side(side)[0], self.layout.head_dim
+        if isinstance(bits, int):
+            return [(slice(None), bit_address(bits, head_dim, side))]
+        runs = profile_bits(bits, head_dim)
+        return [(slice(run.first, run.first + run.channels), address) for run, address in runs]
+
     def get(self, side: str, slot: int) -> tuple[np.ndarray, int]:
         bits, codes, steps = self._side(side)
         stream = np.unpackbits(self.bytes[codes], bitorder="little").astype(np.int64)
-        address = bit_address(bits, self.layout.head_dim, side)[slot]
-        step = int(self.bytes[steps + slot]) if bits < 16 else 0
-        return (stream[address] << np.arange(bits)).sum(-1), step
+        code = np.zeros(self.layout.head_dim, np.int64)
+        for own, address in self._places(side):
+            code[own] = (stream[address[slot]] << np.arange(address.shape[2])).sum(-1)
+        return code, int(self.bytes[steps + slot]) if bits != 16 else 0
 
     def put(self, side: str, slot: int, code: np.ndarray, step: int) -> None:
         bits, codes, steps = self._side(side)
         stream = np.unpackbits(self.bytes[codes], bitorder="little")
-        address = bit_address(bits, self.layout.head_dim, side)[slot]
-        stream[address] = code[:, None].astype(np.int64) >> np.arange(bits) & 1
+        for own, address in self._places(side):
+            width = np.arange(address.shape[2])
+            stream[address[slot]] = code[own, None].astype(np.int64) >> width & 1
         self.bytes[codes] = np.packbits(stream, bitorder="little")
-        if bits < 16:
+        if bits != 16:
             self.bytes[steps + slot] = step
 
     def take_unused(self, other: Record, used: list[int]) -> None:
@@ -106,10 +143,11 @@ class Record:
         for side in "kv":
             for slot in set(range(PAGE)) - set(used):
                 self.put(side, slot, *other.get(side, slot))
-            bits, codes, _ = self._side(side)
+            _, codes, _ = self._side(side)
             mine, its = (np.unpackbits(x.bytes[codes], bitorder="little") for x in (self, other))
             free = np.ones(len(mine), bool)
-            free[bit_address(bits, self.layout.head_dim, side)] = False
+            for _, address in self._places(side):
+                free[address] = False
             mine[free] = its[free]
             self.bytes[codes] = np.packbits(mine, bitorder="little")
 
@@ -124,9 +162,14 @@ class Record:
             if bits == 16:
                 self.put(side, slot, narrow(x, dtype), 0)
             else:
-                rotated = rotate_keys(x[None], *frame, dtype) if side == "k" else rotate_values(x[None])
-                code, step = encode(rotated, bits)
+                rotated = frame.keys(x[None], dtype) if side == "k" else frame.values(x[None])
+                code, step = encoded(rotated, bits)
                 self.put(side, slot, code[0], int(step[0]))
+
+
+def encoded(x: np.ndarray, bits: Any, decoded: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and step bytes of rotated vectors."""
+    return encode(x, bits, decoded) if isinstance(bits, int) else encode_blocks(x, bits)
 
 
 def draw_vectors(
@@ -156,8 +199,10 @@ def draw_vectors(
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning", "ignore:overflow:RuntimeWarning")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
-@pytest.mark.parametrize("bits", MIXED)
+@pytest.mark.parametrize(
+    ("head_dim", "bits"),
+    [*product([64, 80, 128, 256], MIXED), *product([64, 128, 256], PROFILES)],
+)
 def test_moves(monkeypatch: pytest.MonkeyPatch, bits: str, head_dim: int, dtype: str) -> None:
     """New tokens, demotions and moves within a rung give the bytes that NumPy gives."""
     device = device_store(bits, head_dim, dtype)
@@ -231,16 +276,18 @@ def move_reference(old: Record, at: int, new: Record, slot: int, frame: Frame, d
             continue
         if bits_old == 16:
             raw = widen(code, dtype)[None]
-            x = (rotate_keys(raw, *frame, dtype) if side == "k" else rotate_values(raw))[0]
-        else:
+            x = (frame.keys(raw, dtype) if side == "k" else frame.values(raw))[0]
+        elif isinstance(bits_old, int):
             x = grid_values(code, STEPS[step], bits_old)
+        else:
+            x = decode_blocks(code[None], np.array([step]), bits_old)[0]
         if bits_new == 16:
             raw = hadamard(x)
             if side == "k":
-                raw = np.ldexp(raw, frame[1]) + frame[0].astype(np.float32)
+                raw = np.ldexp(raw, frame.shift) + frame.mean.astype(np.float32)
             new.put(side, slot, narrow(raw, dtype), 0)
             continue
-        codes, steps = encode(x[None], bits_new, bits_old < 16)
+        codes, steps = encoded(x[None], bits_new, bits_old != 16)
         new.put(side, slot, codes[0], int(steps[0]))
 
 
@@ -275,6 +322,7 @@ def run_moves(
         len(begins) - 1,
         fresh,
         0,
+        in_blocks=store.in_blocks,
     )
     torch.cuda.synchronize()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 
@@ -15,6 +17,7 @@ from tests.gpu.test_cache_kernels import (
     MIXED,
     NEW,
     PAGE,
+    PROFILES,
     Record,
     device_store,
     draw_vectors,
@@ -26,8 +29,13 @@ from tests.gpu.test_cache_kernels import (
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning", "ignore:overflow:RuntimeWarning")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("bits", [*MIXED, "2", "3,4"])
+@pytest.mark.parametrize(
+    ("head_dim", "bits"),
+    [
+        *product([64, 80, 96, 128, 256], [*MIXED, "2", "3,4"]),
+        *product([64, 128, 256], [*PROFILES, "k8422v2"]),
+    ],
+)
 def test_prefill(monkeypatch: pytest.MonkeyPatch, bits: str, head_dim: int, dtype: str) -> None:
     """Pages of some slots and of all, in any order, hold the bytes that NumPy gives; others stay."""
     device = device_store(bits, head_dim, dtype)
