@@ -4,7 +4,7 @@
 // intrinsics here and in what includes this.
 #pragma once
 
-#include "pages/codes.cuh"
+#include "pages/profiles.cuh"
 
 constexpr int ROTATION_BLOCK = HEAD_DIM & -HEAD_DIM;
 
@@ -13,6 +13,9 @@ __host__ __device__ constexpr int log_of(int power_of_two) {
 }
 
 constexpr int LOG_BLOCK = log_of(ROTATION_BLOCK);
+// The same of keys: where they are kept in blocks, within each.
+constexpr int KEY_ROTATION = IN_BLOCKS ? HEAD_DIM / KEY_BLOCKS & -(HEAD_DIM / KEY_BLOCKS) : ROTATION_BLOCK;
+constexpr int LOG_KEYS = log_of(KEY_ROTATION);
 // The transform's factor without its power of 2: 1, or the square root of 2 as float16.
 constexpr float FACTOR = LOG_BLOCK % 2 ? 1.4140625f : 1.f;
 

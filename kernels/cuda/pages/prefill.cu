@@ -34,6 +34,14 @@ struct alignas(16) Pages {
     u8 bits[2][PAGES];
 #endif
     int count;  // of these pages: fewer than PAGES at the end of a list
+
+    __device__ __forceinline__ int exponent(int side, int page) const {
+#if IN_BLOCKS
+        return exponents[side][page];
+#else
+        return 0;
+#endif
+    }
 };
 
 struct alignas(128) WarpSpace {
@@ -315,11 +323,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
                 }
                 Vectors x;
                 const Frame* const frame = side == KEYS ? &space.frame : nullptr;
-#if IN_BLOCKS
-                const Loaded loaded = load_raw<Rows>(space.rows, frame, pages.exponents[side][page], x, lane);
-#else
-                const Loaded loaded = load_raw<Rows>(space.rows, frame, x, lane);
-#endif
+                const Loaded loaded = load_raw<Rows>(space.rows, frame, pages.exponent(side, page), x, lane);
                 ask_for_next();
                 Signs mine;
 #pragma unroll

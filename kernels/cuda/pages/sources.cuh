@@ -173,12 +173,17 @@ __device__ __forceinline__ const signed char* place_of_exponent(Side side, const
     return s.exponent + 2 * pair_of(move) + side;
 }
 
+#endif
+
 // The exponent of a side of a page, which is there.
 __device__ __forceinline__ int exponent_of(Side side, const LayerState& s, const PageState& page) {
+#if IN_BLOCKS
     const u64 at = (u64)place_of_exponent(side, s, (const Move&)page.moves[0]);
     return (signed char)(page.exponents >> at % 4 * 8);
-}
+#else
+    return 0;
 #endif
+}
 
 // Asks for all that a side of a page needs.
 __device__ __forceinline__ void ask_for_page(Side side, const LayerState& s, const NewTokens& new_tokens,

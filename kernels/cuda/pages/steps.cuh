@@ -38,8 +38,8 @@ __device__ __forceinline__ int unit_of(int exponent, int bits) {
 
 // The exponent of the unit in which a vector is rotated, of its largest element or that of its mean: no sum
 // is more than 2^24.
-__device__ __forceinline__ int rotation_exponent(float largest) {
-    return max(exponent_of(largest) - (23 - LOG_BLOCK), LEAST_EXPONENT);
+__device__ __forceinline__ int rotation_exponent(float largest, int log = LOG_BLOCK) {
+    return max(exponent_of(largest) - (23 - log), LEAST_EXPONENT);
 }
 
 // What is known of a vector whose step is looked for: the largest element counts `counted` in units of

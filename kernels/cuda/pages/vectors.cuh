@@ -16,10 +16,10 @@
 #pragma once
 
 #include "common/half_pairs.cuh"
+#include "pages/order.cuh"
 #include "pages/steps.cuh"
 
 constexpr int TILES = HEAD_DIM / 16;
-constexpr int SPAN = ROTATION_BLOCK < 32 ? ROTATION_BLOCK : 32;  // channels that one matrix of signs rotates
 constexpr u32 SIGN =
     BF16 ? 0x7500 : 0x3400;  // 2^107 or 2^-2, what signs are multiplied by: results count 2^-26
 
@@ -85,10 +85,14 @@ struct Loaded {
 // The frame of the keys of a pair: what they are scaled down by, and their mean, scaled and rotated.
 struct Frame {
     alignas(16) float sums[HEAD_DIM];  // of the mean, times 2^exponent, counting 2^-26
-    alignas(16) u8 shifts[HEAD_DIM];   // by channel: binary orders
+    alignas(16) u8 shifts[HEAD_DIM];   // binary orders
     float largest;                     // of the mean
     int exponent;
     bool scales;  // whether any channel is scaled
+#if IN_BLOCKS     // sums and shifts are by place
+    Order order;
+    alignas(16) float gain[KEY_BLOCKS];
+#endif
 };
 
 // Scales channels down, as the frame says; numbers of float16 that become subnormal are rounded.
@@ -119,15 +123,20 @@ __device__ __forceinline__ void turn_signs(Vectors& x, u32 lane) {
 }
 
 // Loads vectors: keys into their frame, if there is one, and values, which have none. What counts as the
-// largest element of a row if no other is larger is that of the mean.
+// largest element of a row if no other is larger is that of the mean. In ladders with profiles vectors are
+// divided by 2^down on the way, and of keys turned rows remain.
 template <class Rows>
-__device__ __forceinline__ Loaded load_raw(const u8* rows, const Frame* frame, Vectors& x, u32 lane) {
+__device__ __forceinline__ Loaded load_raw(u8* rows, const Frame* frame, int down, Vectors& x, u32 lane) {
+    constexpr int LEAST = BF16 ? -200 : -39;  // exponents of units from which on one product makes integers
     const u32 from = shared_address(rows) + Rows::at(lane % 16, lane / 16 * 8);
     const u32 u = lane % 4;
     u32 most[2] = {};
 #pragma unroll
     for (int t = 0; t < TILES; ++t)
         load_matrices(x[t], Rows::IS_SWIZZLED ? (from ^ 32 * (t % 4)) + t / 4 * 128 : from + 32 * t);
+#if IN_BLOCKS
+    if (frame) put_in_order(rows, frame->order, x, lane);
+#endif
     if (frame && frame->scales) scale_channels(x, *frame, lane);
     if (!frame) turn_signs(x, lane);
 #pragma unroll
@@ -139,13 +148,24 @@ __device__ __forceinline__ Loaded load_raw(const u8* rows, const Frame* frame, V
     for (int h = 1; h <= 2; h *= 2) both = larger_raw(both, __shfl_xor_sync(ALL_LANES, both, h));
     const float2 magnitudes = unpack_pair(both);
     const float size = u % 2 ? magnitudes.y : magnitudes.x;
+    const int log = frame ? LOG_KEYS : LOG_BLOCK;
+    const float root = IN_BLOCKS && frame ? 1.f : FACTOR;
+#if IN_BLOCKS
+    const bool finite = size < power_of_two(min(TOO_LARGE + down, 128));
+    const int of_mean = frame ? exponent_of(frame->largest) : -127;
+    const int exponent =
+        max(max(exponent_of(finite ? size : 0.f) - down, of_mean) - (23 - log), LEAST_EXPONENT);
+#else
     const bool finite = size < power_of_two(TOO_LARGE);
-    const int exponent = rotation_exponent(fmaxf(finite ? size : 0.f, frame ? frame->largest : 0.f));
+    const int exponent = rotation_exponent(fmaxf(finite ? size : 0.f, frame ? frame->largest : 0.f), log);
+#endif
+    const int unit = exponent + down;  // of the raw elements
     const Two<u32> found =
-        of_both(raw_power((BF16 ? -133 : -24) - min(exponent, 0)) | (u32)exponent << 16, lane);
+        of_both(raw_power((BF16 ? -133 : -24) - max(min(unit, 0), LEAST)) | (u32)exponent << 16, lane);
     const u32 scale[2] = {twice(found.low), twice(found.high)};
-    if (!__all_sync(ALL_LANES, finite && exponent <= 0)) {
-        const Two<u32> factors = of_both(finite ? raw_power(-max(exponent, 0)) : 0x8000u, lane);
+    if (!__all_sync(ALL_LANES, finite && unit <= 0 && unit >= LEAST)) {
+        const int first = min(max(LEAST - unit, 0), 15) - max(unit, 0);
+        const Two<u32> factors = of_both(finite ? raw_power(first) : 0x8000u, lane);
 #pragma unroll
         for (int t = 0; t < TILES; ++t)
 #pragma unroll
@@ -158,30 +178,40 @@ __device__ __forceinline__ Loaded load_raw(const u8* rows, const Frame* frame, V
     for (int t = 0; t < TILES; ++t)
 #pragma unroll
         for (int i = 0; i < 4; ++i) x[t][i] = raw_product(x[t][i], scale[i % 2]);
-    return {found, finite ? FACTOR * power_of_two(exponent + 2 - (LOG_BLOCK + 1) / 2) : 0.f, finite, false};
+    return {found, finite ? root * power_of_two(exponent + 2 - (log + 1) / 2) : 0.f, finite, false};
 }
 
 // Completes a frame that has its shifts, a warp: scales and rotates a mean of float16, which may lie where
-// the sums go.
+// the sums go. Where keys are kept in blocks, the channels of places lie at the beginning of the order, a
+// byte each, and all becomes by place.
 __device__ __forceinline__ void complete_frame(const __half* mean, Frame& to, u32 lane) {
     constexpr int PER_LANE = (HEAD_DIM + 31) / 32;
     float x[PER_LANE], most = 0.f;
     u32 shifts = 0;
+#if IN_BLOCKS
+    u8 channels[PER_LANE], own_shifts[PER_LANE];
+#endif
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) {
-        const int channel = lane + 32 * j;
-        const bool there = HEAD_DIM % 32 == 0 || channel < HEAD_DIM;
+        const int place = lane + 32 * j;
+        const bool there = HEAD_DIM % 32 == 0 || place < HEAD_DIM;
+#if IN_BLOCKS
+        const int channel = ((const u8*)&to.order)[place];
+        channels[j] = (u8)channel, own_shifts[j] = to.shifts[channel];
+#else
+        const int channel = place;
+#endif
         const u32 shift = there ? to.shifts[channel] : 0;
         x[j] = there ? __half2float(mean[channel]) * power_of_two(-(int)shift) : 0.f;
         shifts |= shift;
         most = fmaxf(most, fabsf(x[j]));
     }
     most = __uint_as_float(__reduce_max_sync(ALL_LANES, __float_as_uint(most)));
-    const int exponent = rotation_exponent(most);
+    const int exponent = rotation_exponent(most, LOG_KEYS);
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) x[j] = rintf(x[j] * power_of_two(-exponent));
 #pragma unroll
-    for (int h = 1; h < ROTATION_BLOCK; h *= 2)
+    for (int h = 1; h < KEY_ROTATION; h *= 2)
 #pragma unroll
         for (int j = 0; j < PER_LANE; ++j) {
             if (h < 32) {
@@ -196,6 +226,13 @@ __device__ __forceinline__ void complete_frame(const __half* mean, Frame& to, u3
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j)
         if (HEAD_DIM % 32 == 0 || lane + 32 * j < HEAD_DIM) to.sums[lane + 32 * j] = x[j] * power_of_two(-26);
+#if IN_BLOCKS
+#pragma unroll
+    for (int j = 0; j < PER_LANE; ++j) {
+        to.shifts[lane + 32 * j] = own_shifts[j];
+        to.order.put(lane + 32 * j, channels[j]);
+    }
+#endif
     const bool scales = __any_sync(ALL_LANES, shifts != 0);
     if (lane == 0) to.largest = most, to.exponent = exponent, to.scales = scales;
 }
@@ -227,9 +264,12 @@ struct alignas(16) Signs {
     }
 };
 
-// The Hadamard transform of integers, less that of the mean, rounded to 11 significant bits.
-__device__ __forceinline__ void rotate_integers(Vectors& x, const Signs& signs, const Frame* mean,
-                                                const Loaded& loaded, u32 lane) {
+// The Hadamard transform of integers in blocks of BLOCK channels, less that of the mean, rounded to 11
+// significant bits.
+template <int BLOCK>
+__device__ __forceinline__ void rotate_blocks(Vectors& x, const Signs& signs, const Frame* mean,
+                                              const Loaded& loaded, u32 lane) {
+    constexpr int SPAN = BLOCK < 32 ? BLOCK : 32;  // channels that one matrix of signs rotates
     constexpr int SPANS = HEAD_DIM / SPAN, OF_SPAN = SPAN / 16;
     float less[2] = {};
     if (mean) scale_of_mean(*mean, loaded, less);
@@ -246,7 +286,7 @@ __device__ __forceinline__ void rotate_integers(Vectors& x, const Signs& signs, 
                     signs.pair[2 * sign + n % 2][1]);
             }
 #pragma unroll
-        for (int h = 1; h * SPAN < ROTATION_BLOCK; h *= 2)
+        for (int h = 1; h * SPAN < BLOCK; h *= 2)
 #pragma unroll
             for (int s = 0; s < SPANS; ++s)
 #pragma unroll
@@ -267,4 +307,15 @@ __device__ __forceinline__ void rotate_integers(Vectors& x, const Signs& signs, 
     for (int t = 0; t < TILES; ++t)
 #pragma unroll
         for (int i = 0; i < 4; ++i) x[t][i] = z[t][i];
+}
+
+// Rotates keys, which have a mean, or values.
+__device__ __forceinline__ void rotate_integers(Vectors& x, const Signs& signs, const Frame* mean,
+                                                const Loaded& loaded, u32 lane) {
+#if IN_BLOCKS
+    if (mean) return rotate_blocks<KEY_ROTATION>(x, signs, mean, loaded, lane);
+    rotate_blocks<ROTATION_BLOCK>(x, signs, nullptr, loaded, lane);
+#else
+    rotate_blocks<ROTATION_BLOCK>(x, signs, mean, loaded, lane);
+#endif
 }

@@ -105,6 +105,40 @@ __device__ __forceinline__ void store_codes(u32* to, const Vectors& x, u32 mask,
     for (int t = ALONE; t < TILES; ++t) to = store_tiles<SIDE, BITS, 1, WHOLE>(to, x + t, written);
 }
 
+#if IN_BLOCKS
+// Stores the tiles of a block from `block` on of a profile, whose words begin at `to`. Two tiles of 2 bits
+// share a word; where a block is one tile, that of a block is stored with the one before.
+template <int BITS, bool WHOLE>
+__device__ __forceinline__ void store_block(u32* to, const Vectors& x, u32 profile, int block,
+                                            const Written& written) {
+    if constexpr (BITS == 2 && BLOCK_TILES == 1) {
+        if ((block - run_of_block(profile, block).first) % 2) return;
+        if (block + 1 < KEY_BLOCKS && width_of_block(profile, block + 1) == 2)
+            store_tiles<KEYS, 2, 2, WHOLE>(to, x + block, written);
+        else
+            store_tiles<KEYS, 2, 1, WHOLE>(to, x + block, written);
+    } else {
+        constexpr int SHARED = Fields<BITS>::TILES;
+#pragma unroll
+        for (int t = 0; t < BLOCK_TILES; t += SHARED)
+            to = store_tiles<KEYS, BITS, SHARED, WHOLE>(to, x + BLOCK_TILES * block + t, written);
+    }
+}
+
+// Stores the codes of the keys of a page; `mask`: slots that are written.
+template <bool WHOLE>
+__device__ __forceinline__ void store_profile(u32* to, const Vectors& x, u32 profile, u32 mask, u32 lane) {
+    const Written written = written_slots<KEYS>(mask, lane);
+    to += lane;
+#pragma unroll
+    for (int block = 0; block < KEY_BLOCKS; ++block) {
+        u32* const words = to + 32 * (widths_before(profile, block) * BLOCK_TILES / 4);
+        KVLAB_FOR_BLOCK(width_of_block(profile, block),
+                        (store_block<BITS, WHOLE>(words, x, profile, block, written)));
+    }
+}
+#endif
+
 // Stores a side of a page of raw rows.
 template <Side SIDE, class Rows, bool WHOLE>
 __device__ __forceinline__ void store_raw(u32* to, const u8* rows, u32 mask, u32 lane) {

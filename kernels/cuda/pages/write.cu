@@ -446,11 +446,7 @@ extern "C" __global__ void __launch_bounds__(WRITE_THREADS, BLOCKS)
             Row row[2] = {{slot, 16, 0}, {slot + 1, 16, 0}};
             Vectors x;
             const Frame* const frame = side == KEYS ? &space.frame : nullptr;
-#if IN_BLOCKS
             Loaded loaded = load_raw<Rows>(rows, frame, exponent_of(side, s, page), x, lane);
-#else
-            Loaded loaded = load_raw<Rows>(rows, frame, x, lane);
-#endif
             rotate_integers(x, shared.signs[lane], frame, loaded, lane);
 #if IN_BLOCKS
             if (side == KEYS) {
