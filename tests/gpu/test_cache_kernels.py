@@ -169,7 +169,7 @@ class Record:
 
 def encoded(x: np.ndarray, bits: Any, decoded: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """Codes and step bytes of rotated vectors."""
-    return encode(x, bits, decoded) if isinstance(bits, int) else encode_blocks(x, bits)
+    return encode(x, bits, decoded) if isinstance(bits, int) else encode_blocks(x, bits, decoded)
 
 
 def draw_vectors(

@@ -228,7 +228,7 @@ def write_tokens(
     blocks = _BLOCKS if fresh["k"] else _FEW_BLOCKS
     warps = _WRITE_THREADS // 32
     grid = _grid(-(-groups // warps), layers, blocks * multiprocessors(device))
-    own = 83 * head_dim + 1856 if in_blocks else 78 * head_dim + 1728  # WarpSpace in pages/sources.cuh
+    own = 83 * head_dim + 1840 if in_blocks else 78 * head_dim + 1728  # WarpSpace in pages/sources.cuh
     kernel((*grid, 2), (_WRITE_THREADS,), (states, lists, fresh), warps * own, stream)
 
 
