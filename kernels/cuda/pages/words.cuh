@@ -4,6 +4,9 @@
 
 #include "pages/encode_tile.cuh"
 #include "pages/places.cuh"
+#if IN_BLOCKS
+#include "pages/encode_blocks.cuh"
+#endif
 
 // The row of the 16 of a page that has a slot.
 __host__ __device__ constexpr int row_of(int slot) {
