@@ -73,7 +73,7 @@ def contents_of(cache: Any) -> dict[tuple[int, int, int, int], tuple[int, bytes]
             for position, *token in zip(at.tolist(), k, v, codes, strict=True):
                 key = layer, int(row), int(head), position
                 assert key not in found
-                found[key] = layout.bits_k + layout.bits_v, b"".join(x.tobytes() for x in token)
+                found[key] = sum(layout.blocks) / 4 + layout.bits_v, b"".join(x.tobytes() for x in token)
     return found
 
 

@@ -15,7 +15,16 @@ import torch
 
 from kvlab.arrays import cuda_view, to_device
 from kvlab.cache.cuda import GPU
-from kvlab.cache.frame import ASKING, LAST, add_queries, key_mean, key_shift
+from kvlab.cache.frame import (
+    ASKING,
+    LAST,
+    add_queries,
+    exponent_of,
+    key_gain,
+    key_mean,
+    key_order,
+    key_shift,
+)
 from kvlab.cache.ladder import LayerFormat, parse_bits
 from kvlab.cache.store import FRAME, UNIT, DeviceStore
 from kvlab.ops.cuda import pages as kernels
@@ -459,14 +468,27 @@ def freeze(device: Any, dtype: str, part: list[np.ndarray], first: int, before: 
     fresh = kernels.new_tokens(*views, mask.data_ptr(), codes.data_ptr(), steps, first)
     kernels.freeze_means(
         64, dtype, 0, device.states_pointer, BATCH, fresh, [x.data_ptr() for x in wide], before, 0,
-        lookahead=1, force=False, queries=cuda_view(q, "q"),
+        lookahead=1, force=False, queries=cuda_view(q, "q"), in_blocks=device.stores[0].in_blocks,
     )  # fmt: skip
     return [to_numpy(x) for x in wide]
 
 
+def frame_of(store: LayerFormat, k: np.ndarray, v: np.ndarray, asked: np.ndarray) -> dict[str, np.ndarray]:
+    """The frame of a row from its first keys and values, (tokens, HEADS, head_dim), by names of tables."""
+    exponent = exponent_of(k) if store.in_blocks else None
+    mean = key_mean(k, exponent, narrow=store.is_narrow)
+    shift = key_shift(k, mean, asked, exponent)
+    found = {"k_mean": mean, "k_shift": shift}
+    if exponent is not None:
+        order = key_order(k, mean, asked, exponent)
+        gain = key_gain(k, mean, shift, order, exponent)
+        found |= {"exponent": np.stack([exponent, exponent_of(v)], 1), "k_order": order, "k_gain": gain}
+    return found
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("parts", [(30, 40, 60), (63, 1), (64,), (200,), (1, 62, 900)])
-@pytest.mark.parametrize("bits", ["4,8", "3,4"])
+@pytest.mark.parametrize("bits", ["4,8", "3,4", "k4422v2,8", "k4220v2,k8444v4"])
 def test_freeze_means(dtype: str, parts: tuple[int, ...], bits: str) -> None:
     """Rows of unequal length: tokens wait until their row has 64, and go when it has its mean."""
     store = LayerFormat(parse_bits(bits, 1)[0], HEADS, 64, dtype)
@@ -503,16 +525,13 @@ def test_freeze_means(dtype: str, parts: tuple[int, ...], bits: str) -> None:
                 assert np.array_equal(positions[row, before:], np.arange(first, first + steps))
             if goes:
                 tokens = np.flatnonzero(valid[row])[:LAST]
-                wanted, asked = (
-                    key_mean(k[row, tokens].astype(np.float32), narrow=store.is_narrow),
-                    np.zeros((HEADS, 64), np.float32),
-                )
-                assert np.array_equal(tables["k_mean"][row], wanted)
+                asked = np.zeros((HEADS, 64), np.float32)
                 add_queries(asked, q[row, tokens[ASKING:]])
                 assert np.array_equal(tables["asked"][row], asked)
-                shift = key_shift(k[row, tokens].astype(np.float32), wanted, asked)
-                assert np.array_equal(tables["k_shift"][row], shift)
-                assert np.flatnonzero(shift[1]).tolist() == [3, 35]
+                keys, values = (x[row, tokens].astype(np.float32) for x in (k, v))
+                for name, wanted in frame_of(store, keys, values, asked).items():
+                    assert np.array_equal(tables[name][row], wanted), name
+                assert np.flatnonzero(tables["k_shift"][row, 1]).tolist() == [3, 35]
             waits[row] &= not goes
             assert tables["waits"][row] == waits[row]
             assert (tables["num_pages"][row] == WAITING_ENTRIES * waits[row]).all()

@@ -9,12 +9,13 @@ import pytest
 
 from kvlab.arrays import dtype_name
 from kvlab.cache.cpu import CPU
-from kvlab.cache.store import MOVED, DeviceStore, move_rows, reorder_rows
+from kvlab.cache.store import FRAME, MOVED, DeviceStore, move_rows, reorder_rows
 from tests.gpu.packed_cases import to_torch
 from tests.gpu.test_cache import draw, make, step
 from tests.held import check_store, contents_of
 
 ROWS = [[3, 2, 1, 0], [0, 0, 1, 2], [1, 1, 1, 1], [2, 0, 0, 3], [0, 1, 2, 3], [3, 3, 0, 0]]
+BITS: Any = (2, 3, 4, 8), ("k4220v2", "k4422v2", "k8422v3", "k8444v4", 8)
 TABLES = (
     "used",
     "slab_count",
@@ -23,8 +24,7 @@ TABLES = (
     "num_pages",
     "open",
     "waits",
-    "k_mean",
-    "k_shift",
+    *FRAME,
     "asked",
     "seqlen",
 )
@@ -57,21 +57,22 @@ def compare(store: DeviceStore, host: DeviceStore) -> None:
 
 def filled(batch: int = 4, **options: Any) -> Any:
     """A cache some of whose rows still wait for the mean of their keys, if they are to."""
-    cache, rng = make(batch=batch, budget=0.4, bits=(2, 3, 4, 8), **options), np.random.default_rng(3)
+    cache, rng = make(batch=batch, budget=0.4, **{"bits": BITS[0], **options}), np.random.default_rng(3)
     for steps in (40, 30, 300, 7):
         valid = np.ones((batch, steps), bool)
         valid[1::2] = rng.random((len(valid[1::2]), steps)) < 0.1
         step(cache, rng, steps, valid, compared=False)
     store = cache._runner._device.store
-    for name, most in (("k_shift", 3), ("asked", 1000)):
+    for name, most in (("k_shift", 3), ("asked", 1000), ("exponent", 9), ("k_gain", 9)):
         table = rng.integers(0, most, tuple(store.tables[name].shape))
         store.executor.overwrite(store.tables[name], table.astype(dtype_name(store.tables[name])))
     return cache
 
 
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("rows", ROWS)
-def test_reorder(rows: list[int]) -> None:
-    cache = filled()
+def test_reorder(rows: list[int], bits: Any) -> None:
+    cache = filled(bits=bits)
     device, before = cache._runner._device, contents_of(cache)
     device.flush(0)
     host = on_host(device.store)
@@ -91,8 +92,9 @@ def test_reorder(rows: list[int]) -> None:
 
 
 @pytest.mark.parametrize("rows", [[1, 3], [0, 0, 1, 1, 2, 2, 3, 3], [2]])
-def test_new_memory(rows: list[int]) -> None:
-    cache = filled()
+@pytest.mark.parametrize("bits", BITS)
+def test_new_memory(rows: list[int], bits: Any) -> None:
+    cache = filled(bits=bits)
     old = cache._runner._device.store
     cache._runner._device.flush(0)
     before = on_host(old)
@@ -103,6 +105,7 @@ def test_new_memory(rows: list[int]) -> None:
         table[...] = 0
     host.tables["num_free"][...] = np.array(host.num_slabs)[:, None]
     host.tables["free_slabs"][...] = host.all_slabs()
+    host.tables["k_order"][...] = np.arange(host.tables["k_order"].shape[-1])
     assert set(MOVED) < set(host.tables)
     move_rows(before, CPU.kernels(host), np.array(rows), 0)
     compare(new, host)

@@ -16,8 +16,9 @@
 
 using Rows = RawRows<true>;
 constexpr int ROW_BYTES = Rows::BYTES;
+constexpr int ON_HOPPER = IN_BLOCKS && HEAD_DIM == 128 ? 16 : 20;
 constexpr int WARPS = HEAD_DIM > 128          ? 8
-                      : __CUDA_ARCH__ == 900  ? 20
+                      : __CUDA_ARCH__ == 900  ? ON_HOPPER
                       : __CUDA_ARCH__ >= 1200 ? 12   // which fill shared memory
                                               : 16;  // fewer where shared memory is less
 constexpr int PAGES = 4, SLOTS = PAGES * PAGE;       // of pages that a warp takes together
@@ -350,3 +351,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
 
 // gate: HEAD_DIM=128,64,80,96 BF16=1,0 registers<=128
 // gate: HEAD_DIM=256 BF16=1,0 registers<=255
+// gate: HEAD_DIM=128,64 BF16=1,0 IN_BLOCKS=1 registers<=128 arch=sm_90a,sm_100a
+// gate: HEAD_DIM=128,64 BF16=1,0 IN_BLOCKS=1 registers<=168 arch=sm_120a
+// gate: HEAD_DIM=256 BF16=1,0 IN_BLOCKS=1 registers<=255 arch=sm_90a,sm_100a,sm_120a

@@ -512,3 +512,4 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 // gate: HEAD_DIM=128,64,80,96 BF16=1,0 registers<=255
 // gate: HEAD_DIM=256 BF16=1,0 registers<=255
+// gate: HEAD_DIM=128,64,256 BF16=1,0 IN_BLOCKS=1 registers<=255 arch=sm_90a,sm_100a,sm_120a
