@@ -127,6 +127,7 @@ def from_model(model: Any, dtype: str | None = None, *, consume: bool = False) -
     # Unknown families have no such module; geometry_of refuses them by name.
     frequencies = np.zeros(0, np.float32) if rotary is None else _numbers(rotary.inv_freq).astype(np.float32)
     geometry = geometry_of(config, 2 * len(frequencies))
+    _refuse_other_modules(model)
     if dtype is None:
         own = str(next(iter(body.parameters())).dtype).removeprefix("torch.")
         dtype = own if own in DTYPES else "float16"
@@ -144,6 +145,17 @@ def from_model(model: Any, dtype: str | None = None, *, consume: bool = False) -
         float(getattr(rotary, "attention_scaling", 1.0)), layers(),
         lambda: reader.matrix([model.get_output_embeddings()], final),
     )  # fmt: skip
+
+
+def _refuse_other_modules(model: Any) -> None:
+    """Refuse adapters and quantised products, whose weights alone are not what they compute."""
+    for name, module in model.named_modules():
+        kind = type(module)
+        if not kind.__module__.startswith(("torch.", "transformers.models.", "transformers.activations")):
+            raise NotImplementedError(
+                f"{name or 'model'} is a {kind.__module__}.{kind.__name__}, which the engine does not "
+                "compute: merge adapters into the weights, load what is not quantised, or use transformers"
+            )
 
 
 class _Reader:

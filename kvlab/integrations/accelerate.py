@@ -157,12 +157,6 @@ def _check_model(model: Any) -> None:
     places = sorted({str(one.device) for one in model.parameters()})
     if len(places) > 1 or not places[0].startswith(("cpu", "cuda")):
         raise NotImplementedError(f"the model lies on {', '.join(places)}: put it on one GPU, or on the CPU")
-    for name, module in model.named_modules():
-        if not type(module).__module__.startswith(("torch.", "transformers.")):
-            raise NotImplementedError(
-                f"{name or 'model'} is a {type(module).__module__}.{type(module).__name__}, which a decoder "
-                "does not compute: merge adapters into the weights, or generate outside kvlab.accelerate"
-            )
 
 
 def _decoded_generate(model: Any, decoders: _Decoders, generate: Callable[..., Any]) -> Callable[..., Any]:

@@ -247,6 +247,14 @@ def test_other_models_are_refused_by_name() -> None:
     gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=64, n_head=2, vocab_size=8))
     with pytest.raises(NotImplementedError, match="gpt2"):
         Decoder.from_pretrained(gpt2)
+
+    class Adapter(torch.nn.Linear):
+        pass
+
+    adapted = llama()
+    adapted.model.layers[1].mlp.up_proj.__class__ = Adapter
+    with pytest.raises(NotImplementedError, match=r"model.layers.1.mlp.up_proj is a .*Adapter, .* merge"):
+        Decoder.from_pretrained(adapted)
     large = llama()
     with torch.no_grad():
         large.lm_head.weight[0, 0] = 1e6
