@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from kvlab.lab.benchmark.decode_cuda import LADDERS, prepare_packed
-from kvlab.lab.benchmark.device_pages import Shape
+from kvlab.lab.benchmark.device_pages import Mixture, Shape
 from kvlab.lab.results import provenance
 from kvlab.lab.timing_gpu import time_in_succession
 
@@ -28,12 +28,12 @@ SHAPES = {
     "gqa 64/8 1 x 32K": Shape(1, 32768, 64), "gqa 64/8 8 x 32K": Shape(8, 32768, 64),
     "gqa 64 x 16K": Shape(64, 16384),
 }  # fmt: skip
-PAIRS = {
+PAIRS: dict[str, tuple[Mixture, Mixture]] = {
     "default": (LADDERS["default"], LADDERS["profiles"]),
-    "k4v3": ({(4, 3): 1.0}, LADDERS["k8422v3"]),
-    "2": (LADDERS["2"], LADDERS["k4220v2"]),
-    "k3v2": ({(3, 2): 1.0}, LADDERS["k4422v2"]),
-    "8": (LADDERS["8"], LADDERS["k8888v8"]),
+    "k4v3": ({(4, 3): 1.0}, {((8, 4, 2, 2), 3): 1.0}),
+    "2": ({2: 1.0}, {((4, 2, 2, 0), 2): 1.0}),
+    "k3v2": ({(3, 2): 1.0}, {((4, 4, 2, 2), 2): 1.0}),
+    "8": ({8: 1.0}, {((8, 8, 8, 8), 8): 1.0}),
 }
 TURNS = (0, 1, 1, 0, 0, 1)
 

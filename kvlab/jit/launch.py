@@ -307,7 +307,9 @@ def _with_attributes(
 
 
 @functools.lru_cache(maxsize=1024)
-def cuda_kernel(name: str, entry: str | None, macros: tuple[tuple[str, int], ...], device: int) -> Kernel:
+def cuda_kernel(
+    name: str, entry: str | None, macros: tuple[tuple[str, int | str], ...], device: int
+) -> Kernel:
     """Return kernel `entry` (None: its only one) of ``<name>.cu`` for a device, built or remembered."""
     arch = arch_of(*compute_capability(device))
     return load(build(name, dict(macros), arch), entry, device=device)

@@ -41,7 +41,7 @@ def test_one_profile(backend: Any, dtype: str, profile: tuple[int, ...], head_di
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_all_profiles_in_one_sequence(backend: Any, dtype: str, head_dim: int) -> None:
     pages = draw_pages(head_dim, dtype, head_dim, MIXED_PROFILES, np.array([[40, 7], [0, 200]]))
     check(backend, draw_queries(7, dtype, 2, 1, 8, head_dim), pages)

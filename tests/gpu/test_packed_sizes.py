@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvlab.ops.cuda import packed as packed_cuda
 from kvlab.ops.numba import packed as packed_numba
-from tests.gpu.packed_cases import MIXED, check, draw_pages, draw_queries
+from tests.gpu.packed_cases import MIXED, MIXED_PROFILES, check, draw_pages, draw_queries
 from tests.strategies import SEEDS
 
 KINDS = st.sampled_from(
@@ -21,6 +21,8 @@ KINDS = st.sampled_from(
         ("float16", 64, MIXED),
         ("bfloat16", 128, MIXED[:4]),
         ("bfloat16", 128, MIXED),
+        ("bfloat16", 64, MIXED_PROFILES[:-1]),
+        ("float16", 128, MIXED_PROFILES),
     ]
 )
 

@@ -7,6 +7,7 @@ to float64 than those of float16 have to be.
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -155,6 +156,60 @@ def test_the_largest_sums_fit(bits: int) -> None:
         assert 2 * (lower_of_scores - 255) > 1 << 22
     with pytest.raises(AssertionError, match="leaves"):
         joined(np.array([1 << 22]), np.array([0]), 1 << 22)
+
+
+PROFILES = ((4, 2, 2, 0), (4, 4, 2, 2), (8, 4, 2, 2), (8, 4, 4, 4), (8, 8, 8, 8), (2, 0, 0, 0))
+CELL = {0: 0, 2: 32, 4: 12, 8: 1}  # half of one, in steps
+
+
+def elements_of(profile: tuple[int, ...], codes: Array) -> Array:
+    """What codes (tokens, head_dim) stand for, in steps."""
+    width = np.repeat(profile, codes.shape[1] // 4)
+    return np.asarray((2 * codes + 1 - (1 << width)) * np.vectorize(CELL.get)(width))
+
+
+def block_scores(profile: tuple[int, ...], codes: Array, q: Array) -> Array:
+    """Scores (rows, tokens) of keys in blocks, of steps of 1: packed/int8_block_scores.cuh."""
+    x, n = q.astype(F32), q.shape[1] // 4
+    peak = np.abs(x).max(1, keepdims=True)
+    fixed = np.rint(x * (F32(MOST) / peak)).astype(np.int64)
+    upper, lower = fixed + 128 >> 8, (fixed + 128) % 256 - 128
+    lacks = np.array([-CELL[width] * ((1 << width) - 1) for width in profile], F32)
+    sums = fixed.reshape(len(q), 4, n).sum(2).astype(F32)
+    s = F32(0.5) * (sums * lacks).sum(1, keepdims=True) + np.zeros((len(q), len(codes)), F32)
+    slots, first = np.arange(len(codes)), 0
+    for width, blocks in groupby(profile):
+        own = slice(first, first + n * len(list(blocks)))
+        first = own.stop
+        if width:
+            weight = np.where(slots % 2, ODD[width], EVEN[width]) * SECOND[width]
+            a = codes[:, own] * weight[:, None]
+            part = joined(upper[:, own] @ a.T, lower[:, own] @ a.T, 1 << 22)
+            s += part * (CELL[width] / weight.astype(F32))
+    return np.asarray(s * (peak * F32(2 / MOST)))
+
+
+@pytest.mark.parametrize("profile", PROFILES, ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_scores_of_blocks_are_closer_than_those_of_float16(profile: tuple[int, ...], head_dim: int) -> None:
+    rng, n = np.random.default_rng(head_dim), head_dim // 4
+    codes = rng.integers(0, 1 << np.repeat(profile, n), (64, head_dim))
+    q = rng.standard_normal((8, head_dim)) * np.repeat(2.0 ** -np.arange(4), n)
+    exact = q @ elements_of(profile, codes).T
+    low = q.astype(np.float16).astype(np.float64) @ elements_of(profile, codes).T
+    allowed = 0.5 * np.abs(low - exact).max()
+    assert np.abs(block_scores(profile, codes, q) - exact).max() < allowed
+    for wrong in (codes ^ 1, np.roll(codes, 1, axis=1), np.roll(codes, 1, axis=0)):
+        assert np.abs(block_scores(profile, wrong, q) - exact).max() > 10 * allowed
+
+
+@pytest.mark.parametrize("profile", PROFILES, ids=str)
+def test_the_largest_sums_of_runs_fit(profile: tuple[int, ...]) -> None:
+    """To head_dim 128: the largest sum of lower bytes; that of upper ones is less."""
+    for width in set(profile) - {0}:
+        most = ((1 << width) - 1) * ODD[width] * SECOND[width]
+        assert most < 256
+        assert 32 * profile.count(width) * 128 * most < 1 << 22
 
 
 def test_the_judge_says_no(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,8 @@ __device__ __forceinline__ void turn_signs(State& state, int lane) {
 }
 
 // Brings `out` into the unit and basis of `bits`. The two bases are each other's block Hadamard transform,
-// and signs on the side of raw values.
-__device__ __forceinline__ void change_basis(State& state, int bits, int lane) {
+// and signs on the side of raw values, which have no exponent.
+__device__ __forceinline__ void change_basis(State& state, int bits, int exponent, int lane) {
 #pragma unroll
     for (int i = 0; i < TILES_D; ++i) {
 #pragma unroll
@@ -51,6 +51,10 @@ __device__ __forceinline__ void change_basis(State& state, int bits, int lane) {
                 const float a = x[r], b = x[r + 2];
                 x[r] = (a + b) * NORM;
                 x[r + 2] = (a - b) * NORM;
+                if (KEYS_IN_BLOCKS) {
+                    x[r] = times_exp2(x[r], bits == 16 ? exponent : -exponent);
+                    x[r + 2] = times_exp2(x[r + 2], bits == 16 ? exponent : -exponent);
+                }
             }
         }
 #pragma unroll

@@ -9,7 +9,7 @@ constexpr int CODED = 15, RAW = 16;  // which bits of the macros WIDTHS_K and WI
 struct Rung {
     const u8* pool;
     u32 record;
-    u16 bits_k, bits_v;
+    u16 bits_k, bits_v;  // bits_k may be a profile (packed/profiles.cuh)
 };
 
 struct Call {
@@ -34,6 +34,10 @@ struct Call {
     const u16* base;  // [pairs, entries]: the upper 16 bits of positions; with a window only, as what follows
     const int* first;  // [batch]: the position of the first query token of a row
     int left;          // query token s of row b sees tokens at positions from first[b] + s - left on
+    // With PROFILES only:
+    const signed char* exponent;  // [pairs, 2]: packed keys, and values, are divided by 2 to that
+    const u8* k_order;            // [pairs, HEAD_DIM]: the channel at each place
+    const float* k_gain;          // [pairs, 4]: what blocks of keys are multiplied by
 };
 
 struct Sequence {

@@ -8,13 +8,14 @@
 // A row spread over a warp: pairs lane, lane + 32, ...
 constexpr int PAIRS_OF_LANE = (HEAD_DIM / 2 + 31) / 32;
 
-// The block Hadamard transform of a row, without its factor NORM.
+// The Hadamard transform of a row in blocks of BLOCK channels, without its factor.
+template <int BLOCK>
 __device__ __forceinline__ void hadamard_row(float2 (&x)[PAIRS_OF_LANE], int lane) {
 #pragma unroll
     for (int i = 0; i < PAIRS_OF_LANE; ++i) {
         x[i] = {x[i].x + x[i].y, x[i].x - x[i].y};
 #pragma unroll
-        for (int bit = 1; bit < min(32, HADAMARD_BLOCK / 2); bit *= 2) {
+        for (int bit = 1; bit < min(32, BLOCK / 2); bit *= 2) {
             const float2 other = {__shfl_xor_sync(ALL_LANES, x[i].x, bit),
                                   __shfl_xor_sync(ALL_LANES, x[i].y, bit)};
             const float sign = lane & bit ? -1.f : 1.f;
@@ -22,7 +23,7 @@ __device__ __forceinline__ void hadamard_row(float2 (&x)[PAIRS_OF_LANE], int lan
         }
     }
 #pragma unroll
-    for (int h = 1; h < HADAMARD_BLOCK / 64; h *= 2) {
+    for (int h = 1; h < BLOCK / 64; h *= 2) {
 #pragma unroll
         for (int i = 0; i < PAIRS_OF_LANE; ++i) {
             if (i & h) continue;

@@ -65,14 +65,14 @@ __device__ __forceinline__ uint2 rows_of_tile(const u32* w, int i, bool alone) {
     }
 }
 
-// The words of tiles from `first` on that are loaded at once.
-template <int BITS>
+// The words of tiles from `first` on that are loaded at once, of codes of OF tiles.
+template <int BITS, int OF = TILES_D>
 __device__ __forceinline__ void load_words(const u8* codes, int first, int lane,
                                            u32 (&w)[Bytes<BITS>::WORDS]) {
     const u32* const from = (const u32*)codes + words_of(BITS, first) * 32 + lane;
 #pragma unroll
     for (int v = 0; v < Bytes<BITS>::WORDS; ++v)
-        w[v] = words_of(BITS, first) + v < words_of(BITS, TILES_D) ? from[v * 32] : 0;
+        w[v] = words_of(BITS, first) + v < words_of(BITS, OF) ? from[v * 32] : 0;
 }
 
 #define KVLAB_MMA_BYTES(TYPE, c, a, b0, b1)                       \

@@ -8,14 +8,21 @@
 constexpr bool THREE_BITS = WIDTHS_K & 2, ONE_KEY_WIDTH = (WIDTHS_K & (WIDTHS_K - 1)) == 0;
 constexpr float MOST = 127 * 256 + 127;
 
+// Sums of the fixed-point numbers of a row: of all, and of those for 3 bits; of each block, if there are any.
+#ifdef PROFILES
+using RowSums = float4;
+#else
+using RowSums = int2;
+#endif
+
 // The rows of a lane, and B fragments of two tiles, and those for 3 bits, where columns 0 to 7 are a quarter.
 // Those of 8 rows stay in shared memory: registers have no room.
 struct Query {
     const uint2* stored;         // [row of the lane][for 3 bits][two tiles][32 lanes]
     uint2 own[2][TWOS_D];        // the same of 4 rows
-    const int2* stored_sums;     // [row of the lane]: of fixed-point numbers, and of those for 3 bits
+    const RowSums* stored_sums;  // [row of the lane]
     const float2* stored_units;  // twice what 1 stands for, and the part of the mean key in a score
-    int2 sums[LANE_ROWS];        // both of 4 rows
+    RowSums sums[LANE_ROWS];     // both of 4 rows
     float2 units[LANE_ROWS];
     u32 start[LANE_ROWS][4];  // of accumulators, if keys have one width
 };
@@ -26,10 +33,8 @@ __device__ __forceinline__ uint2 fragment_of(const Query& query, int j, int two)
     return query.stored[((2 * j + OF_3) * TWOS_D + two) * 32];
 }
 
-template <bool OF_3>
-__device__ __forceinline__ int sum_of(const Query& query, int j) {
-    const int2 sums = LANE_ROWS == 1 ? query.sums[j] : query.stored_sums[j];
-    return OF_3 ? sums.y : sums.x;
+__device__ __forceinline__ RowSums sums_of(const Query& query, int j) {
+    return LANE_ROWS == 1 ? query.sums[j] : query.stored_sums[j];
 }
 
 __device__ __forceinline__ float2 unit_and_bias(const Query& query, int j) {
@@ -75,17 +80,32 @@ __device__ __forceinline__ uint2 fixed_point_row(const float* rows, int row_coun
     return {part[0], part[1]};
 }
 
+// The sum of row j of the lane over tiles from `first` on, before `end`.
 template <bool OF_3>
-__device__ __forceinline__ int add_up(const Query& query, int j) {
+__device__ __forceinline__ int add_up(const Query& query, int j, int first, int end) {
     constexpr u32 COUNTS = OF_3 ? 0x01040104u : 0x01010101u;
     u32 sums[4] = {0, 0, 0, 0};
-    const u32 counts[4] = {COUNTS, COUNTS, COUNTS, COUNTS};
 #pragma unroll
     for (int two = 0; two < TWOS_D; ++two) {
+        const u32 left = 2 * two >= first && 2 * two < end ? COUNTS : 0;
+        const u32 right = 2 * two + 1 >= first && 2 * two + 1 < end ? COUNTS : 0;
+        const u32 counts[4] = {left, left, right, right};
         const uint2 part = fragment_of<OF_3>(query, j, two);
-        KVLAB_MMA_BYTES("s8", sums, counts, part.x, part.y);
+        if (left | right) KVLAB_MMA_BYTES("s8", sums, counts, part.x, part.y);
     }
     return 256 * (int)sums[0] + (int)sums[1];
+}
+
+__device__ __forceinline__ RowSums sums_of_row(const Query& query, int j) {
+#ifdef PROFILES
+    constexpr int TILES = TILES_D / 4;
+    return {(float)add_up<false>(query, j, 0, TILES), (float)add_up<false>(query, j, TILES, 2 * TILES),
+            (float)add_up<false>(query, j, 2 * TILES, 3 * TILES),
+            (float)add_up<false>(query, j, 3 * TILES, 4 * TILES)};
+#else
+    return {WIDTHS_K != 2 ? add_up<false>(query, j, 0, 2 * TWOS_D) : 0,
+            THREE_BITS ? add_up<true>(query, j, 0, 2 * TWOS_D) : 0};
+#endif
 }
 
 // Fragments, each made by one warp, come to where the rows lie. All threads.
@@ -121,8 +141,8 @@ __device__ __forceinline__ void load_query(float* rows, int row_count, int lane,
     }
     store_fragments(rows, row_count, lane);
     query.stored = (const uint2*)rows + lane;
-    query.stored_sums = (const int2*)(rows + FRAGMENT_FLOATS) + LANE_ROWS * (lane % 4);
-    query.stored_units = (const float2*)query.stored_sums + 8;
+    query.stored_sums = (const RowSums*)(rows + FRAGMENT_FLOATS) + LANE_ROWS * (lane % 4);
+    query.stored_units = (const float2*)(rows + ROWS_FLOATS - 16) + LANE_ROWS * (lane % 4);
     if (LANE_ROWS == 1) {
 #pragma unroll
         for (int two = 0; two < TWOS_D; ++two) {
@@ -132,20 +152,21 @@ __device__ __forceinline__ void load_query(float* rows, int row_count, int lane,
     }
 #pragma unroll
     for (int j = 0; j < LANE_ROWS; ++j) {
-        const int2 sums = {WIDTHS_K != 2 ? add_up<false>(query, j) : 0,
-                           THREE_BITS ? add_up<true>(query, j) : 0};
+        const RowSums sums = sums_of_row(query, j);
         if (LANE_ROWS == 1)
             query.sums[j] = sums;
         else if (threadIdx.x / 32 == 0 && lane < 4) {
-            ((int2*)query.stored_sums)[j] = sums;
+            ((RowSums*)query.stored_sums)[j] = sums;
             ((float2*)query.stored_units)[j] = query.units[j];
         }
+#ifndef PROFILES
         if (ONE_KEY_WIDTH) {
             start_scores<bits_of<WIDTHS_K>(0)>(THREE_BITS ? sums.y : sums.x, query.start[j]);
 #pragma unroll
             for (int r = 0; r < 4; ++r)
                 asm volatile("" : "+r"(query.start[j][r]));  // or it is computed for every quad
         }
+#endif
     }
     if (LANE_ROWS > 1) __syncthreads();  // sums are stored
 }

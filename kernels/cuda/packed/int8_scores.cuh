@@ -14,7 +14,7 @@ __device__ __forceinline__ void coded_scores(const Item& item, const Query& quer
 #pragma unroll
     for (int j = 0; j < LANE_ROWS; ++j) {
         u32 start[4] = {query.start[j][0], query.start[j][1], query.start[j][2], query.start[j][3]};
-        if (!ONE_KEY_WIDTH) start_scores<BITS>(sum_of<BITS == 3>(query, j), start);
+        if (!ONE_KEY_WIDTH) start_scores<BITS>(BITS == 3 ? sums_of(query, j).y : sums_of(query, j).x, start);
 #pragma unroll
         for (int i = 0; i < 16; ++i) sums[j][i / 4][i % 4] = start[i % 4];
     }

@@ -17,9 +17,10 @@
 //          slots 2 g and 2 g + 1, rows g and g + 8 of a tile of K.
 //
 // Scores are base 2. K and V below width 16 are rotated; so q is rotated where a sequence begins, and out
-// where it ends. Pages of raw V turn the accumulators into their basis and back (packed/basis.cuh). Partial
-// results are combined twice: those of warps in shared memory, those of CTAs in `partial`, where the last CTA
-// of a sequence adds all splits in a fixed order.
+// where it ends. With PROFILES both are divided by powers of 2, and K is rotated in blocks of its channels in
+// an order of their own. Pages of raw V turn the accumulators into their basis and back (packed/basis.cuh).
+// Partial results are combined twice: those of warps in shared memory, those of CTAs in `partial`, where the
+// last CTA of a sequence adds all splits in a fixed order.
 //
 // Widths below 16 are multiplied as 8-bit integers (packed/int8_mma.cuh; INT8_MMA is 1 for up to 4 query
 // rows, 2 for 8); columns of a lane are then the two bytes of a row. Where width 16 occurs, and at head_dim
@@ -34,8 +35,8 @@
 // `rows`.
 //
 // Macros: HEAD_DIM; BF16; WIDTHS_K, WIDTHS_V: which widths occur, as a sum of 1 (2 bits), 2 (3 bits), 4 (4
-// bits), 8 (8 bits), 16 (16 bits); INT8_MMA; WARPS; SOFTCAP; WINDOW; KEEP_SCORES: bytes of a
-// saved score, 1 (packed/saved_scores.cuh) or 4, or 0.
+// bits), 8 (8 bits), 16 (16 bits); PROFILES, if keys are in blocks (packed/profiles.cuh); INT8_MMA; WARPS;
+// SOFTCAP; WINDOW; KEEP_SCORES: bytes of a saved score, 1 (packed/saved_scores.cuh) or 4, or 0.
 #include "common/early_launch.cuh"
 #include "packed/split_kv.cuh"
 #include "packed/combine.cuh"
@@ -46,11 +47,19 @@
 #if INT8_MMA
 #include "packed/int8_mma.cuh"
 #include "packed/int8_query.cuh"
+#ifdef PROFILES
+#include "packed/int8_block_scores.cuh"
+#else
 #include "packed/int8_scores.cuh"
+#endif
 #include "packed/int8_values.cuh"
 #else
 #include "packed/basis.cuh"
+#ifdef PROFILES
+#include "packed/block_scores.cuh"
+#else
 #include "packed/scores.cuh"
+#endif
 #include "packed/values.cuh"
 #endif
 
@@ -64,7 +73,16 @@ struct RawQuery {
     u32 q[PAIRS_OF_LANE];
     __half2 mean[PAIRS_OF_LANE];
     u16 shifts[PAIRS_OF_LANE];
+    // With PROFILES: the channels at places of the pair, the gain of its block; exponents of keys and values.
+    u16 order[PAIRS_OF_LANE];
+    float gain[PAIRS_OF_LANE];
+    u16 exponents;
 };
+
+constexpr int KEY_BLOCK = KEYS_IN_BLOCKS ? HEAD_DIM / 4 & -(HEAD_DIM / 4) : HADAMARD_BLOCK;
+constexpr float KEY_NORM = !KEYS_IN_BLOCKS   ? NORM
+                           : KEY_BLOCK == 64 ? 1.f / 8
+                                             : 1.f / 4;  // 2^-(t // 2) of 2^t
 
 __device__ __forceinline__ void read_query(const Call& call, const Sequence& s, int warp, int lane,
                                            RawQuery& raw) {
@@ -78,13 +96,27 @@ __device__ __forceinline__ void read_query(const Call& call, const Sequence& s, 
         raw.q[i] = q[lane + 32 * i];
         raw.mean[i] = mean[lane + 32 * i];
         raw.shifts[i] = shifts[lane + 32 * i];
+        if (KEYS_IN_BLOCKS) {
+            raw.order[i] = ((const u16*)(call.k_order + (u64)s.pair * HEAD_DIM))[lane + 32 * i];
+            raw.gain[i] = call.k_gain[4 * (u64)s.pair + (lane + 32 * i) / (HEAD_DIM / 8)];
+        }
     }
+    if (KEYS_IN_BLOCKS) raw.exponents = ((const u16*)call.exponent)[s.pair];
+}
+
+__device__ __forceinline__ int key_exponent(const RawQuery& raw) {
+    return (signed char)(raw.exponents & 255);
+}
+
+__device__ __forceinline__ int value_exponent(const RawQuery& raw) {
+    return (signed char)(raw.exponents >> 8);
 }
 
 // Brings a query row into the frame and basis of coded keys, scaled: `x` [ROW_FLOATS], behind the row its
 // largest magnitude and what the mean of the keys adds to its scores.
 __device__ __forceinline__ void rotate_query(const RawQuery& raw, float scale_log2, float* x, int lane) {
     float bias = 0.f, amax = 0.f;
+    if (KEYS_IN_BLOCKS) scale_log2 = times_exp2(scale_log2, key_exponent(raw));
     float2 pairs[PAIRS_OF_LANE];
 #pragma unroll
     for (int i = 0; i < PAIRS_OF_LANE; ++i) {
@@ -92,10 +124,25 @@ __device__ __forceinline__ void rotate_query(const RawQuery& raw, float scale_lo
         if (HEAD_DIM % 64 && lane + 32 * i >= HEAD_DIM / 2) break;
         const float2 pair = unpack_pair(raw.q[i]), m = __half22float2(raw.mean[i]);
         const float low = exp2_exact(raw.shifts[i] & 255), high = exp2_exact(raw.shifts[i] >> 8);
-        pairs[i] = {pair.x * low * (NORM * scale_log2), pair.y * high * (NORM * scale_log2)};
+        pairs[i] = {pair.x * low * (KEY_NORM * scale_log2), pair.y * high * (KEY_NORM * scale_log2)};
         bias += pair.x * m.x + pair.y * m.y;
     }
-    hadamard_row(pairs, lane);
+    if (KEYS_IN_BLOCKS) {
+#pragma unroll
+        for (int i = 0; i < PAIRS_OF_LANE; ++i) ((float2*)x)[lane + 32 * i] = pairs[i];
+        __syncwarp();  // the row is written
+#pragma unroll
+        for (int i = 0; i < PAIRS_OF_LANE; ++i) pairs[i] = {x[raw.order[i] & 255], x[raw.order[i] >> 8]};
+        __syncwarp();  // every lane has its channels
+    }
+    hadamard_row<KEY_BLOCK>(pairs, lane);
+    if (KEYS_IN_BLOCKS) {
+#pragma unroll
+        for (int i = 0; i < PAIRS_OF_LANE; ++i) {
+            const float inverse = __fdividef(1.f, raw.gain[i]);
+            pairs[i] = {pairs[i].x * inverse, pairs[i].y * inverse};
+        }
+    }
 #pragma unroll
     for (int i = 0; i < PAIRS_OF_LANE; ++i) {
         if (HEAD_DIM % 64 && lane + 32 * i >= HEAD_DIM / 2) break;
@@ -116,15 +163,15 @@ __device__ __forceinline__ void rotate_query(const RawQuery& raw, float scale_lo
 // ---- Results
 
 // One row of a sequence in shared memory, summed over all its pages: rotated back, normalised, written; one
-// warp.
+// warp. `exponent` is that of values.
 __device__ __forceinline__ void write_row(const Call& call, const Sequence& s, int row, const float* x,
-                                          int lane) {
+                                          int exponent, int lane) {
     const float row_max = x[HEAD_DIM], sum = x[HEAD_DIM + 1];
     float2 pairs[PAIRS_OF_LANE];
 #pragma unroll
     for (int i = 0; i < PAIRS_OF_LANE; ++i)
         pairs[i] = lane + 32 * i < HEAD_DIM / 2 ? ((const float2*)x)[lane + 32 * i] : float2{0.f, 0.f};
-    if (WIDTHS_V & CODED) hadamard_row(pairs, lane);
+    if (WIDTHS_V & CODED) hadamard_row<HADAMARD_BLOCK>(pairs, lane);
 #pragma unroll
     for (int i = 0; i < PAIRS_OF_LANE; ++i) {
         const int channel = 2 * (lane + 32 * i);
@@ -137,13 +184,32 @@ __device__ __forceinline__ void write_row(const Call& call, const Sequence& s, i
     u32* out = (u32*)(call.out + ((p.batch * seqlen_q + p.position) * heads + p.head) * HEAD_DIM);
 #pragma unroll
     for (int i = 0; i < PAIRS_OF_LANE; ++i) {
-        if (lane + 32 * i < HEAD_DIM / 2)
-            out[lane + 32 * i] = pack_pair(pairs[i].x * factor, pairs[i].y * factor);
+        if (lane + 32 * i < HEAD_DIM / 2) {
+            float2 y = {pairs[i].x * factor, pairs[i].y * factor};
+            if (KEYS_IN_BLOCKS && (WIDTHS_V & CODED))
+                y = {times_exp2(y.x, exponent), times_exp2(y.y, exponent)};
+            out[lane + 32 * i] = pack_pair(y.x, y.y);
+        }
     }
     if (lane == 0)
         call.lse[(p.batch * heads + p.head) * seqlen_q + p.position] =
             sum == 0.f ? -INFINITY_F : (row_max + log2f(sum)) * LN2;
 }
+
+#ifdef PROFILES
+// Scores of keys of a profile of the list from number I on, less `base`.
+template <int I>
+__device__ __forceinline__ void scores_of_profile(int profile, const Item& item, const Query& query,
+                                                  const float (&base)[LANE_ROWS], float (&s)[8][LANE_ROWS],
+                                                  int lane) {
+    if constexpr (I < NUM_PROFILES) {
+        if (profile == profile_at(I))
+            block_scores<profile_at(I)>(item, query, base, s, lane);
+        else
+            scores_of_profile<I + 1>(profile, item, query, base, s, lane);
+    }
+}
+#endif
 
 // The CTA that has a position of an undivided list.
 __device__ __forceinline__ int owner(u32 position, u32 total, u32 ctas) {
@@ -160,7 +226,9 @@ struct Schedule {
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const __grid_constant__ Call call) {
     extern __shared__ __align__(128) u8 shared[];
     __shared__ __align__(16) u8 labels[WARPS][MAX_STAGES][LABEL_BYTES];  // of slots
-    __shared__ __align__(8) float rows[ROWS_FLOATS];                     // or what load_query makes of them
+    __shared__ __align__(KEYS_IN_BLOCKS ? 16
+                                        : 8) float rows[ROWS_FLOATS];  // or what load_query makes of them
+    __shared__ int exponent_of_values;
     __shared__ int arrived;
     __shared__ Schedule schedules[WARPS];
     const int warp = __shfl_sync(ALL_LANES, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
@@ -252,7 +320,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
         for (int c = threadIdx.x; c < 8 * ROW_FLOATS; c += WARPS * 32) rows[c] = 0.f;
         __syncthreads();  // `rows` is zero
         for (int r = warp; r < sequence.rows; r += WARPS)
-            write_row(call, sequence, r, rows + r * ROW_FLOATS, lane);
+            write_row(call, sequence, r, rows + r * ROW_FLOATS, 0, lane);
         __syncthreads();  // `rows` may be written again
     }
 
@@ -276,6 +344,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
         if (WIDTHS_K & CODED) {
             if (number != schedule.queried) read_query(call, sequence, warp, lane, raw);
             if (warp < sequence.rows) rotate_query(raw, call.scale * LOG2E, rows + warp * ROW_FLOATS, lane);
+            if (KEYS_IN_BLOCKS && threadIdx.x == 0) exponent_of_values = value_exponent(raw);
             raw = {};         // or it takes registers until the next sequence
             __syncthreads();  // all query rows are rotated
             load_query(rows, sequence.rows, lane, query);
@@ -316,15 +385,19 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
                 if (WINDOW && words.of[b] & MASKED)
                     offsets[b] =
                         ((const u32*)offsets_of(rung, load_shared(label + INDICES + 4 * b)))[lane / 4];
-            const int bits_k = bits_of<WIDTHS_K>(rung.bits_k), bits_v = bits_of<WIDTHS_V>(rung.bits_v);
+            const int bits_k = key_bits_of(rung.bits_k), bits_v = bits_of<WIDTHS_V>(rung.bits_v);
             const bool one = is_one_item(bits_k, bits_v);
             float base[LANE_ROWS];
 #pragma unroll
             for (int j = 0; j < LANE_ROWS; ++j) base[j] = SOFTCAP ? 0.f : state.row_max[j];
+#ifdef PROFILES
+            scores_of_profile<0>(bits_k, item, query, base, s, lane);
+#else
             if ((WIDTHS_K & 1) && bits_k == 2) coded_scores<2>(item, query, base, s, lane);
             if ((WIDTHS_K & 2) && bits_k == 3) coded_scores<3>(item, query, base, s, lane);
             if ((WIDTHS_K & 4) && bits_k == 4) coded_scores<4>(item, query, base, s, lane);
             if ((WIDTHS_K & 8) && bits_k == 8) coded_scores<8>(item, query, base, s, lane);
+#endif
 #if !INT8_MMA
             if ((WIDTHS_K & RAW) && bits_k == 16) {
                 raw_scores<0>(item, row, call.scale * LOG2E, base, s, lane);
@@ -333,7 +406,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
                 raw_scores<2>(item, row, call.scale * LOG2E, base, s, lane);
             }
 #endif
-            const u32 from = one ? side_bytes(bits_k) : 0;  // where values begin in an item
+            const u32 from = one ? key_side_bytes(bits_k) : 0;  // where values begin in an item
             if (!one) {
                 release();
                 item = wait();
@@ -342,7 +415,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
             if (!words.are_full()) mask_unused(words, s, lane);
             if (masked) mask_before_window(offsets, words, visible, s);
 #if !INT8_MMA
-            if (state.bits != bits_v) change_basis(state, bits_v, lane);
+            if (state.bits != bits_v)
+                change_basis(state, bits_v, KEYS_IN_BLOCKS ? exponent_of_values : 0, lane);
             if ((WIDTHS_V & RAW) && bits_v == 16) {
                 update_row_max<false>(s, {}, state);
                 save(s);
@@ -369,7 +443,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
 #if INT8_MMA
         finish(state);
 #else
-        if (WIDTHS_V & CODED) change_basis(state, 0, lane);
+        if (WIDTHS_V & CODED) change_basis(state, 0, KEYS_IN_BLOCKS ? exponent_of_values : 0, lane);
 #endif
 #pragma unroll
         for (int j = 0; j < LANE_ROWS; ++j) {
@@ -416,7 +490,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
         }
         if (last)
             for (int r = warp; r < sequence.rows; r += WARPS)
-                write_row(call, sequence, r, rows + r * ROW_FLOATS, lane);
+                write_row(call, sequence, r, rows + r * ROW_FLOATS, KEYS_IN_BLOCKS ? exponent_of_values : 0,
+                          lane);
         __syncthreads();  // `rows` may be written again
         position = stop;
         start += quads;
@@ -443,4 +518,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
 // gate: HEAD_DIM=256 BF16=1 WIDTHS_K=31 WIDTHS_V=31 WARPS=8 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 INT8_MMA=0 registers<=255 arch=sm_90a
 // gate: HEAD_DIM=80,256 BF16=0 WIDTHS_K=31 WIDTHS_V=31 WARPS=8 SOFTCAP=0 WINDOW=1 KEEP_SCORES=0,1 INT8_MMA=0 registers<=255 arch=sm_90a
 // gate: HEAD_DIM=128 BF16=1 WIDTHS_K=31 WIDTHS_V=31 WARPS=8 SOFTCAP=1 WINDOW=1 KEEP_SCORES=4 INT8_MMA=0 registers<=255 arch=sm_90a,sm_100a,sm_120a
+// gate: HEAD_DIM=64,128 BF16=0,1 WIDTHS_K=29 PROFILES=k4220k4422k8422k8444k8888 WIDTHS_V=31 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 INT8_MMA=0 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=64,128 BF16=0,1 WIDTHS_K=13 PROFILES=k4220k4422k8422k8444k8888 WIDTHS_V=15 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 INT8_MMA=1,2 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=13 PROFILES=k4220k4422k8422k8444k8888 WIDTHS_V=15 WARPS=12 SOFTCAP=1 WINDOW=0 KEEP_SCORES=1,4 INT8_MMA=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=13 PROFILES=k4220k4422k8422k8444k8888 WIDTHS_V=15 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=1 INT8_MMA=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=13 PROFILES=k4220k4422k8422k8444k8888 WIDTHS_V=15 WARPS=8 SOFTCAP=1 WINDOW=0,1 KEEP_SCORES=1,4 INT8_MMA=2 registers<=255 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=13 PROFILES=k4220k4422k8422k8444k8888 WIDTHS_V=15 WARPS=8 SOFTCAP=1 WINDOW=1 KEEP_SCORES=1,4 INT8_MMA=1 registers<=255 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=13 PROFILES=k4220k4422k8422k8444k8888 WIDTHS_V=15 WARPS=8 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 INT8_MMA=1,2 registers<=255 arch=sm_100a,sm_120a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=5 PROFILES=k4220 WIDTHS_V=1 WARPS=12 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 INT8_MMA=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=29 PROFILES=k4220k4422k8422k8444k8888 WIDTHS_V=31 WARPS=12 SOFTCAP=1 WINDOW=0 KEEP_SCORES=1,4 INT8_MMA=0 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 WIDTHS_K=29 PROFILES=k4220k4422k8422k8444k8888 WIDTHS_V=31 WARPS=8 SOFTCAP=1 WINDOW=1 KEEP_SCORES=4 INT8_MMA=0 registers<=255 arch=sm_90a,sm_100a,sm_120a
+// gate: HEAD_DIM=192,256 BF16=0,1 WIDTHS_K=29 PROFILES=k4220k4422k8422k8444k8888 WIDTHS_V=31 WARPS=8 SOFTCAP=0 WINDOW=0 KEEP_SCORES=0 INT8_MMA=0 registers<=255 arch=sm_90a
+// gate: HEAD_DIM=256 BF16=0 WIDTHS_K=29 PROFILES=k4220k4422k8422k8444k8888 WIDTHS_V=31 WARPS=8 SOFTCAP=1 WINDOW=1 KEEP_SCORES=1 INT8_MMA=0 registers<=255 arch=sm_90a
 // clang-format on

@@ -8,7 +8,8 @@
 #include "packed/state.cuh"
 
 constexpr int MAX_STAGES = 6;
-constexpr bool MAY_BE_ONE = (WIDTHS_K & 7) && (WIDTHS_V & 7), ALL_ARE_ONE = (WIDTHS_K | WIDTHS_V) <= 7;
+constexpr bool MAY_BE_ONE = (KEYS_IN_BLOCKS || WIDTHS_K & 7) && (WIDTHS_V & 7),
+               ALL_ARE_ONE = !KEYS_IN_BLOCKS && (WIDTHS_K | WIDTHS_V) <= 7;
 
 // The bits of a page, which are known if there is one width.
 template <int WIDTHS>
@@ -16,7 +17,14 @@ __host__ __device__ constexpr int bits_of(int bits) {
     return WIDTHS & (WIDTHS - 1) ? bits : WIDTHS == 1 ? 2 : WIDTHS == 2 ? 3 : WIDTHS;
 }
 
+// The width or profile of K of a page, which is known if there is one.
+__device__ __forceinline__ int key_bits_of(int bits_k) {
+    if (KEYS_IN_BLOCKS) return NUM_PROFILES == 1 && !(WIDTHS_K & RAW) ? profile_at(0) : bits_k;
+    return bits_of<WIDTHS_K>(bits_k);
+}
+
 __device__ __forceinline__ bool is_one_item(int bits_k, int bits_v) {
+    if (KEYS_IN_BLOCKS) return MAY_BE_ONE && bits_k != 16 && sum_of_widths(bits_k) + 4 * bits_v <= 32;
     return ALL_ARE_ONE || (MAY_BE_ONE && bits_k + bits_v <= 8);
 }
 
@@ -29,6 +37,11 @@ __device__ __forceinline__ u32 side_bytes(int bits) {
     return code_bytes(bits) + (bits < 16 ? 16 : 0);
 }
 
+__device__ __forceinline__ u32 key_side_bytes(int bits_k) {
+    if (!KEYS_IN_BLOCKS || ((WIDTHS_K & RAW) && bits_k == 16)) return side_bytes(bits_k);
+    return 128 * ((sum_of_widths(bits_k) * (TILES_D / 4) + 3) / 4) + 16;
+}
+
 // What an item has of a page of its quad, pages `first` to `first` + `pages` - 1.
 struct Part {
     u32 from, bytes;
@@ -37,8 +50,8 @@ struct Part {
 };
 
 __device__ __forceinline__ Part part_of(const Rung& rung, int item) {
-    const int bits_k = bits_of<WIDTHS_K>(rung.bits_k), bits_v = bits_of<WIDTHS_V>(rung.bits_v);
-    const u32 k_bytes = side_bytes(bits_k), v_bytes = side_bytes(bits_v);
+    const int bits_k = key_bits_of(rung.bits_k), bits_v = bits_of<WIDTHS_V>(rung.bits_v);
+    const u32 k_bytes = key_side_bytes(bits_k), v_bytes = side_bytes(bits_v);
     if (is_one_item(bits_k, bits_v)) return {0, k_bytes + v_bytes, 0, 4, true};
     const bool k_in_halves = (WIDTHS_K & RAW) && bits_k == 16, v_in_halves = (WIDTHS_V & RAW) && bits_v == 16;
     const int of_v = item - (k_in_halves ? 2 : 1);

@@ -5,7 +5,7 @@
 
 // With one width of coded keys the factor of second tiles is in the query, else it is put there for each
 // quad.
-constexpr bool ONE_KEY_WIDTH = ((WIDTHS_K & CODED) & ((WIDTHS_K & CODED) - 1)) == 0;
+constexpr bool ONE_KEY_WIDTH = ((WIDTHS_K & CODED) & ((WIDTHS_K & CODED) - 1)) == 0 && !KEYS_IN_BLOCKS;
 constexpr int SECOND_OF_KEYS = ONE_KEY_WIDTH && WIDTHS_K & 1 ? Fields<2>::SECOND : 0;
 
 // A float16 query is exact until it is rotated, so what rounding it then takes off must not stay off: the
@@ -17,6 +17,7 @@ struct Query {
     const uint2* residual;    // what these lack, [TILES_D][32 lanes] in shared memory
     float sum[2], bias[2];    // of rows 2u, 2u + 1: the sum of the above, the part of the mean key in a score
     float unit;               // 2^(25 - e)
+    const float4* sums_of_blocks;  // with blocks, in the place of `sum`: of both rows
 };
 
 // Takes the rows, each with its largest magnitude and its bias behind it. All are scaled by one power of 2,
@@ -33,6 +34,7 @@ __device__ __forceinline__ void load_query(float* rows, int row_count, int lane,
     float sums[4] = {0.f, 0.f, 0.f, 0.f};
     const u32 ones[4] = {0x3c003c00u, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u};
     u32 residual[TILES_D][2];
+    float* const sums_of_blocks = rows + 8 * ROW_FLOATS;
 #pragma unroll
     for (int i = 0; i < TILES_D; ++i) {
 #pragma unroll
@@ -44,6 +46,13 @@ __device__ __forceinline__ void load_query(float* rows, int row_count, int lane,
         }
         mma_half(sums, ones, query.rotated[i][0], query.rotated[i][1]);
         if (WITH_RESIDUAL) mma_half(sums, ones, residual[i][0], residual[i][1]);
+        if (KEYS_IN_BLOCKS && i % (TILES_D / 4) == TILES_D / 4 - 1) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                if (threadIdx.x < 4) sums_of_blocks[4 * (2 * u + j) + i / (TILES_D / 4)] = sums[j];
+                sums[j] = 0.f;
+            }
+        }
 #pragma unroll
         for (int j = 0; j < 2; ++j)
             if (i % 2) query.rotated[i][j] = lowered<SECOND_OF_KEYS>(query.rotated[i][j]);
@@ -54,8 +63,10 @@ __device__ __forceinline__ void load_query(float* rows, int row_count, int lane,
         query.sum[j] = sums[j];
         query.bias[j] = rows[min(2 * u + j, row_count - 1) * ROW_FLOATS + HEAD_DIM + 1];
     }
+    query.sums_of_blocks = (const float4*)sums_of_blocks + 2 * u;
+    if (KEYS_IN_BLOCKS && !WITH_RESIDUAL) __syncthreads();  // sums are stored
     if (WITH_RESIDUAL) {
-        __syncthreads();  // every warp has read the rows
+        __syncthreads();  // every warp has read the rows, sums are stored
 #pragma unroll
         for (int i = 0; i < TILES_D; ++i)
             if (i % WARPS == threadIdx.x / 32)

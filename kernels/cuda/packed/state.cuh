@@ -5,11 +5,13 @@
 #pragma once
 
 #include "packed/call.cuh"
+#include "packed/profiles.cuh"
 #include "pages/codes.cuh"
 
 constexpr int TILES_D = HEAD_DIM / 16, ROW_FLOATS = HEAD_DIM + 2;
 // Eight rows in shared memory become fragments of two tiles each, sums and units (packed/int8_query.cuh).
-constexpr int TWOS_D = (TILES_D + 1) / 2, FRAGMENT_FLOATS = 256 * TWOS_D, ROWS_FLOATS = FRAGMENT_FLOATS + 32;
+constexpr int TWOS_D = (TILES_D + 1) / 2, FRAGMENT_FLOATS = 256 * TWOS_D;
+constexpr int ROWS_FLOATS = FRAGMENT_FLOATS + (KEYS_IN_BLOCKS ? 48 : 32);
 constexpr int LANE_ROWS = INT8_MMA == 1 ? 1 : 2;
 constexpr int HADAMARD_BLOCK = HEAD_DIM & -HEAD_DIM;
 constexpr float MIN_ROW_MAX = -1e30f;
@@ -23,8 +25,9 @@ __host__ __device__ constexpr float inverse_root(int power_of_4_or_half) {
 constexpr float NORM = inverse_root(HADAMARD_BLOCK);
 
 // Sums over tokens of p v, in the unit and basis of the quad that came last: of codes of `bits`, which lack
-// `zero_point_sum`; of raw values at 16; of rotated values at 0. p = 2^(score - row_max), where row_max is
-// the running maximum less p_exponent: 2^p_exponent brings p times the largest scale near the top of float16.
+// `zero_point_sum`; of raw values at 16; of rotated values, divided by 2 to their exponent, at 0. p =
+// 2^(score - row_max), where row_max is the running maximum less p_exponent: 2^p_exponent brings p times the
+// largest scale near the top of float16.
 struct State {
     float out[TILES_D][2 * LANE_ROWS];    // channels g, g + 8 of a tile x rows of the lane
     float zero_point_sum[2 * LANE_ROWS];  // of rows of the lane, again in the second half
@@ -58,4 +61,9 @@ __device__ __forceinline__ bool has_no_token(const State& state, int j) {
 
 __device__ __forceinline__ float exp2_exact(int x) {
     return __int_as_float((127 + x) << 23);
+}
+
+// x times 2^e for -254 < e < 255.
+__device__ __forceinline__ float times_exp2(float x, int e) {
+    return x * exp2_exact(e >> 1) * exp2_exact(e - (e >> 1));
 }

@@ -30,7 +30,7 @@ __device__ __forceinline__ FirstVisible first_visible_of_lane(const Call& call, 
 
 // The positions of a page's 16 slots, but for their upper 16 bits.
 __device__ __forceinline__ const uint4* offsets_of(const Rung& rung, u32 index) {
-    return (const uint4*)(rung.pool + (u64)index * rung.record + side_bytes(rung.bits_k) +
+    return (const uint4*)(rung.pool + (u64)index * rung.record + key_side_bytes(rung.bits_k) +
                           side_bytes(rung.bits_v));
 }
 

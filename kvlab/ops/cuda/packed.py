@@ -1,10 +1,11 @@
 """Packed attention on a GPU: choose the specialisation of ``packed/packed_attention.cu`` and launch it.
 
 One kernel does the whole call, whatever mixture of widths the pages have. It is specialised for properties
-that a cache never changes: head dimension, dtype and the widths of its ladder; and for whether a call has up
-to 4 query rows a KV head, whose codes are multiplied as 8-bit integers. Lengths and page tables are read on
-the device, so a captured CUDA graph follows them. A call allocates its results and a workspace in the
-caller's framework; callers who capture graphs or count microseconds make both once (`Workspace`, `attend`).
+that a cache never changes: head dimension, dtype and the widths or profiles of its ladder; and for whether a
+call has up to 4 query rows a KV head, whose codes are multiplied as 8-bit integers. Lengths and page tables
+are read on the device, so a captured CUDA graph follows them. A call allocates its results and a workspace in
+the caller's framework; callers who capture graphs or count microseconds make both once (`Workspace`,
+`attend`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kvlab.jit.launch import Kernel, PreparedLaunch, cuda_kernel
 from kvlab.jit.structs import ADDRESS, Struct
 from kvlab.ops.device_arrays import dense_pointer, multiprocessors, shared_memory_per_block
 from kvlab.ops.packed_gpu import MAX_RUNGS, allocate_and_attend
-from kvlab.pages import QUAD
+from kvlab.pages import QUAD, width_number
 
 if TYPE_CHECKING:
     from kvlab.ops.packed import Layout, Pages, Window
@@ -53,6 +54,7 @@ _INTEGERS = (
     "merge_rows",
 )
 _TABLES = ("rung", "count", "index", "num_pages", "k_mean", "k_shift")
+_TABLES_OF_BLOCKS = ("exponent", "k_order", "k_gain")  # which keys in blocks have besides
 _RUNG = Struct(pool=ADDRESS, record="I", bits_k="H", bits_v="H")
 _CALL = Struct(
     rungs=(_RUNG, MAX_RUNGS),
@@ -61,6 +63,7 @@ _CALL = Struct(
     **dict.fromkeys(("q_batch", "q_position", "q_head"), "q"),
     **dict.fromkeys(_INTEGERS, "i"),
     scale="f", softcap="f", base=ADDRESS, first=ADDRESS, left="i",
+    **dict.fromkeys(_TABLES_OF_BLOCKS, ADDRESS),
 )  # fmt: skip
 
 _GIVEN_AS = {
@@ -144,10 +147,22 @@ class _Plan:
 
 def item_bytes(layout: Layout) -> int:
     """Return the most shared memory that an item of the ring takes: a quad, K or V, or half of K or V."""
-    if layout.bits_k + layout.bits_v <= 8:
+    if sum(layout.blocks) + len(layout.blocks) * layout.bits_v <= 32:
         return QUAD * (layout.positions + _SHIFT)
     sides = (layout.bits_k, layout.v_codes), (layout.bits_v, layout.positions - layout.v_codes)
     return max(QUAD // (2 if bits == 16 else 1) * (size + _SHIFT) for bits, size in sides)
+
+
+def _profiles(layouts: tuple[Layout, ...]) -> str:
+    """Return the profiles of K as the kernel's macro has them, empty if K has widths."""
+    coded = [layout for layout in layouts if layout.bits_k != 16]
+    in_blocks = [layout for layout in coded if layout.in_blocks]
+    if in_blocks and len(in_blocks) < len(coded):
+        raise NotImplementedError(
+            f"pages.layouts keep keys in profiles and in widths, bits_k {[x.bits_k for x in layouts]}; on a "
+            "GPU all below 16 must be one or the other: write width 8 as the profile (8, 8, 8, 8)"
+        )
+    return "".join(dict.fromkeys(f"k{width_number(layout.bits_k):04x}" for layout in in_blocks))
 
 
 @lru_cache(maxsize=256)
@@ -162,22 +177,23 @@ def _plan(
     warps: int = 0,
 ) -> _Plan:
     head_dim = layouts[0].head_dim
-    widths = [sum({_FLAG[getattr(layout, side)] for layout in layouts}) for side in ("bits_k", "bits_v")]
+    of_keys, of_values = {w for x in layouts for w in x.blocks if w}, {layout.bits_v for layout in layouts}
+    widths, profiles = [sum(_FLAG[w] for w in found) for found in (of_keys, of_values)], _profiles(layouts)
     capability = check_capability(device)
-    # 12 warps leave 168 registers a thread, too few for larger heads, for windows, for float32 scores of 8
-    # rows, and for all widths beyond sm_90. Raw pages take few instructions, and the ring is deeper with 8.
+    # 12 warps leave 168 registers a thread, too few for larger heads, for windows, for scores of 8 rows (kept
+    # as float32, or at all beside profiles), and for all widths beyond sm_90. Raw pages take few
+    # instructions, and the ring is deeper with 8.
     raw = all(bits == _FLAG[16] for bits in widths)
-    occurring = {bits for layout in layouts for bits in (layout.bits_k, layout.bits_v)}
     int8_mma = 0
-    if occurring <= _INT8_WIDTHS and head_dim in _INT8_HEAD_DIMS:
+    if of_keys | of_values <= _INT8_WIDTHS and head_dim in _INT8_HEAD_DIMS:
         int8_mma = 1 if rows <= _INT8_ROWS else 2
-    crowded = head_dim > 128 or windowed or (int8_mma == 2 and kept == 4)
+    crowded = head_dim > 128 or windowed or (int8_mma == 2 and (kept == 4 or (profiles and kept > 0)))
     warps = warps or (12 if capability[0] == 9 and not raw and not crowded else 8)
-    macros = {
+    macros: dict[str, int | str] = {
         "HEAD_DIM": head_dim, "BF16": int(dtype == "bfloat16"), "WIDTHS_K": widths[0], "WIDTHS_V": widths[1],
         "WARPS": warps, "SOFTCAP": int(softcap), "WINDOW": int(windowed), "KEEP_SCORES": kept,
         "INT8_MMA": int8_mma,
-    }  # fmt: skip
+    } | ({"PROFILES": profiles} if profiles else {})  # fmt: skip
     kernel = cuda_kernel("packed/packed_attention", None, tuple(macros.items()), device)
     slot, row, merged = max(map(item_bytes, layouts)), 4 * warps * (head_dim + 2), min(rows, _MERGE_ROWS)
     free = shared_memory_per_block(device) - kernel.resources.shared_bytes
@@ -214,7 +230,8 @@ def attend(
     q : array, (batch, seqlen_q, num_heads_q, head_dim)
         float16 or bfloat16, of the dtype of the cache; the last axis contiguous.
     pages : Pages
-        On the device of `q`; `k_mean` is float16, `k_shift` uint8. Tables contiguous.
+        On the device of `q`; `k_mean` is float16, `k_shift` uint8, and where K has profiles `exponent` int8,
+        `k_order` uint8, `k_gain` float32. Tables contiguous.
     out : array, shape and dtype of `q`, contiguous
     lse : float32 array, (batch, num_heads_q, seqlen_q), contiguous
     workspace : Workspace
@@ -279,9 +296,10 @@ class AttendCall:
         unit = getattr(pages, "unit", 0)  # bytes that `index` counts, if it does not count pages
         for place, layout, pool in zip(call["rungs"][0], layouts, pages.pools, strict=False):
             place["pool"], place["record"] = cuda_view(pool, "pages.pools").pointer, unit or layout.nbytes
-            place["bits_k"], place["bits_v"] = layout.bits_k, layout.bits_v
+            place["bits_k"], place["bits_v"] = width_number(layout.bits_k), layout.bits_v
+        tables = _TABLES + (_TABLES_OF_BLOCKS if any(layout.in_blocks for layout in layouts) else ())
         arrays = {
-            **{name: getattr(pages, name) for name in _TABLES},
+            **{name: getattr(pages, name) for name in tables},
             "partial": workspace.partial,
             "semaphores": workspace.semaphores,
         } | ({} if scores is None else {"scores": scores})
@@ -291,8 +309,8 @@ class AttendCall:
         for name, array in arrays.items():
             given_as = _GIVEN_AS.get(name, f"pages.{name}")
             call[name] = dense_pointer(cuda_view(array, given_as), given_as)
-        tables = (batch * kv_heads, kv_heads, entries, len(layouts))
-        numbers = (*tables, rows, group, kept, plan.slot_bytes, plan.stages, plan.merge_rows)
+        sizes = (batch * kv_heads, kv_heads, entries, len(layouts))
+        numbers = (*sizes, rows, group, kept, plan.slot_bytes, plan.stages, plan.merge_rows)
         for name, value in zip(_INTEGERS, numbers, strict=True):
             call[name] = value
         call["scale"], call["softcap"] = scale, softcap
