@@ -8,6 +8,7 @@ and options of `KVLabCache`. It may also have
 
 - `"dense": true`: full precision
 - `scored`: single tokens behind the prompt instead of 128; `first`: tokens of the first of two calls for it
+- `frames`: a file of text; frames are measured from its first 2,000 tokens
 - `large`: factors of two rotary pairs of keys, from position `begin` on; `constant`: what two channels get
 
 Processes share the GPU, and each takes the next case until the time is over.
@@ -29,7 +30,9 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
+from kvlab.cache.frames import KeyFrames
 from kvlab.errors import BudgetError
+from kvlab.integrations.frames import measure_frames
 from kvlab.integrations.transformers import KVLabCache
 from kvlab.lab.quality.divergence import bits_per_element, token_divergence, unused_part
 from kvlab.lab.quality.model import load_smollm2
@@ -41,8 +44,9 @@ from kvlab.lab.results import provenance
 WINDOWS, PROMPT, SCORED = 16, 1024, 128
 TEXTS, KEYS, TEXT = 20, 10, 1536
 WHOLE, CHUNK, BLOCK = 2047, 64, 32
+FRAMES_OF = 2000
 TASKS = ("single", "retrieval", "grow", "parts64")
-NOT_OPTIONS = {"name", "tasks", "dense", "scored", "first", "large", "begin", "constant"}
+NOT_OPTIONS = {"name", "tasks", "dense", "scored", "first", "large", "begin", "constant", "frames"}
 HELD = {f"default {budget}": {"budget": budget, "plan_length": 1} for budget in (0.17, 0.2, 0.27, 0.3)}
 WIDTHS: dict[str, dict[str, Any]] = {
     f"one width {bits}": {"budget": None, "bits": [bits]} for bits in (2, 3, 4, "k3v2", "k4v2", "k4v3")
@@ -115,6 +119,7 @@ class Reader:
     def __init__(self, device: str) -> None:
         subject = load_smollm2()
         self.model, self.config = subject.model.to(device), subject.model.config
+        self.encode, self.measured = subject.encode, dict[str, KeyFrames]()
         texts = cut_windows(subject.text, subject.encode, max(WINDOWS, TEXTS), WHOLE + 1)
         self.tokens = torch.tensor(texts.tokens[:WINDOWS], device=device)
         self.haystacks = [
@@ -124,11 +129,19 @@ class Reader:
 
     def cache(self, case: dict[str, Any], **more: Any) -> Any:
         options = {name: x for name, x in case.items() if name not in NOT_OPTIONS} | more
+        if "frames" in case:
+            options["frames"] = self.frames(case["frames"])
         return (
             DynamicCache(config=self.config)
             if "dense" in case
             else KVLabCache(self.config, dtype="float16", **options)
         )
+
+    def frames(self, path: str) -> KeyFrames:
+        if path not in self.measured:
+            ids = torch.tensor([self.encode(Path(path).read_text())[:FRAMES_OF]], device=self.tokens.device)
+            self.measured[path] = measure_frames(self.model, ids)
+        return self.measured[path]
 
     def logits(self, tokens: torch.Tensor, cache: Any, keep: int = 1) -> torch.Tensor:
         found: torch.Tensor = self.model(tokens, past_key_values=cache, logits_to_keep=keep).logits

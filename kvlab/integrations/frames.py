@@ -75,7 +75,9 @@ def measure_frames(model: Any, ids: torch.Tensor, *, narrow: bool = False) -> Ke
 
         return noted_step
 
-    with quantized(model, budget=None, bits=16):
+    # What is measured has the model's dtype; the attention of a GPU does not take float32.
+    dtype = "bfloat16" if model.device.type == "cuda" and str(model.dtype) == "torch.float32" else None
+    with quantized(model, budget=None, bits=16, dtype=dtype):
         cache = cache_maker(model)()  # type: ignore[misc]
         with replaced(cache._shared, "step", noted):
             for _ in read_chunks(model, ids, cache, chunk=ids.shape[1], logits_from=ids.shape[1]):
