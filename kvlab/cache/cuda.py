@@ -134,8 +134,10 @@ class GpuKernels:
 
     def append_call(self, layer: int, top: Rung, **options: Any) -> kernels.AppendCall:
         """A prepared append; options as of `kvlab.ops.cuda.pages.AppendCall`."""
-        widths = top.blocks[0], top.bits_v  # there are no profiles here
-        return kernels.AppendCall(self.store.host_states[layer], widths, *self._of_store, **options)
+        in_blocks = self.store.stores[layer].in_blocks
+        return kernels.AppendCall(
+            self.store.host_states[layer], top, *self._of_store, in_blocks=in_blocks, **options
+        )
 
     def attend_call(self, q: Any, pages: DevicePages, workspace: Any, **options: Any) -> packed.AttendCall:
         """Prepared attention over the pages of a layer; options as of `kvlab.ops.cuda.packed.AttendCall`."""

@@ -336,15 +336,23 @@ def run_moves(
     torch.cuda.synchronize()
 
 
+TOPS = ["2", "3", "4", "8", "16", "k4v2", "k16v3"]
+TOPS_IN_BLOCKS = ["8", "k8444v4", "k8422v3", "k4422v2", "k4220v8", "k8880v16", "k16v8", "16"]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("top", ["2", "3", "4", "8", "16", "k4v2", "k16v3"])
+@pytest.mark.parametrize(
+    ("head_dim", "top"),
+    [(d, (top,)) for d in (64, 80, 96, 128, 256) for top in TOPS]
+    + [(d, ("k4220v2", top)) for d in (64, 128, 192, 256) for top in TOPS_IN_BLOCKS],
+    ids=lambda x: ",".join(x) if isinstance(x, tuple) else str(x),
+)
 @pytest.mark.parametrize("steps", [1, 5, 16])
-def test_append(top: str, head_dim: int, dtype: str, steps: int) -> None:
+def test_append(head_dim: int, top: tuple[str, ...], dtype: str, steps: int) -> None:
     """Codes bit for bit, the finished attention against float64, nothing else touched."""
-    device = device_store(top, head_dim, dtype)
+    device = device_store(",".join(top), head_dim, dtype)
     store, rng = device.stores[0], np.random.default_rng(steps)
-    layout, pairs = store.layouts[0], BATCH * HEADS
+    layout, pairs = store.layouts[-1], BATCH * HEADS
     start = (1 << 16) - 2 if steps == 5 else 900
     slab = device.slab[0] // UNIT
     # Entry 3 has room for 2 tokens of the first segment; entry 1 takes the rest.
@@ -448,6 +456,7 @@ def run_append(
         scale=store.head_dim**-0.5,
         softcap=0.0,
         observed=kernels.OBSERVED["mass"],
+        in_blocks=store.in_blocks,
     )
     queries, keys, values, out, lse = map(to_torch, (q, k, v, out0.copy(), lse0.copy()))
     mask = to_torch(valid.view(np.uint8))

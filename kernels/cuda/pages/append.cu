@@ -18,21 +18,22 @@
 //         the score of new token `lane`
 // Memory: shared 16.4 KiB, probabilities of 16 steps of 16 heads for the most part.
 //
-// Macros: HEAD_DIM; BF16; TOP_K, TOP_V: widths of the top rung.
+// Macros: HEAD_DIM; BF16; TOP_K, TOP_V: widths of the top rung; IN_BLOCKS: whether the ladder has profiles,
+// of which TOP_K is one then, or 16.
 #include "common/early_launch.cuh"
 #include "pages/places.cuh"
-#include "pages/search.cuh"
+#include "pages/search_blocks.cuh"
 #include "pages/state.cuh"
 
-constexpr int VECTOR_WARPS = tries_of(TOP_K) > tries_of(TOP_V) ? tries_of(TOP_K)
-                                                               : tries_of(TOP_V);  // of a vector
+constexpr int KEY_TRIES = IN_BLOCKS && TOP_K != 16 ? tries_of_profile(TOP_K) : tries_of(TOP_K);
+constexpr int VECTOR_WARPS = KEY_TRIES > tries_of(TOP_V) ? KEY_TRIES : tries_of(TOP_V);  // of a vector
 constexpr int WARPS = 16, FIRST_ROWS = WARPS - 2 * VECTOR_WARPS;
 constexpr int MAX_STEPS = 16, MAX_GROUP = 16;
 constexpr int PAIRS_OF_LANE = (HEAD_DIM / 2 + 31) / 32;
 #define INFINITE __int_as_float(0x7f800000)
 
 // Byte offsets in a record of the top rung.
-constexpr int K_STEPS = code_bytes(TOP_K), V_CODES = K_STEPS + step_bytes(TOP_K);
+constexpr int K_STEPS = key_code_bytes(TOP_K), V_CODES = K_STEPS + step_bytes(TOP_K);
 constexpr int V_STEPS = V_CODES + code_bytes(TOP_V), TAIL = V_STEPS + step_bytes(TOP_V);
 
 enum Observed { MASS, INVERSE_NORM, ONE };  // what the importance of a new token is
@@ -103,6 +104,9 @@ static_assert(OPEN_PAGES == 2 && MAX_STEPS <= PAGE, "a first and a second page")
 // What the warps of a vector tell each other.
 struct alignas(16) Scratch {
     u32 errors[2][4];  // by stages
+#if IN_BLOCKS
+    u32 arranged[VECTOR_WARPS][HEAD_DIM];  // of a warp, which puts channels in order
+#endif
 };
 
 // Which of the steps that are tried is the one; all warps of a vector meet. The two in the middle are those
@@ -138,11 +142,13 @@ __device__ __forceinline__ void store_details(const Append& call, const Slot& sl
 }
 
 // Stores one side of a new token; warp `rank` of the vector tries one step. Where there is nothing to try,
-// the first warp does all.
+// the first warp does all. BITS may be a profile: of keys, or of 8 bits of values, too.
 template <int BITS>
 __device__ __forceinline__ void store_token(const Append& call, bool is_key, const NewToken& at,
                                             Slot& slot_out, Scratch& scratch, int rank, int stage, int lane) {
-    if (rank >= tries_of(BITS)) return;
+    constexpr bool IS_PROFILE = BITS > 16, IS_CODED = BITS != 16;
+    constexpr int TRIES = IS_PROFILE ? tries_of_profile(BITS) : tries_of(BITS);
+    if (rank >= TRIES) return;
     const NewTokens& n = call.new_tokens;
     const u16* from = is_key ? n.k + at.row * n.k_batch + at.step * n.k_step + at.head * n.k_head
                              : n.v + at.row * n.v_batch + at.step * n.v_step + at.head * n.v_head;
@@ -154,17 +160,22 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
     for (int j = 0; j < PER_LANE; ++j) {
         const int channel = lane + 32 * j;
         raw[j] = is_there(lane, j) ? from[channel] : 0;
-        const bool framed = is_key && BITS < 16 && is_there(lane, j);
+        const bool framed = is_key && IS_CODED && is_there(lane, j);
         const u64 of_pair = (u64)at.pair * HEAD_DIM + channel;
         mean[j] = framed ? __half2float(call.layer.k_mean[of_pair]) : 0.f;
         shift[j] = framed ? call.layer.k_shift[of_pair] : 0;
     }
+#if IN_BLOCKS
+    Places places;
+    if constexpr (IS_PROFILE) places = is_key ? places_of(call.layer, at.pair, lane) : places_of_values(lane);
+    const int down = IS_CODED ? call.layer.exponent[2 * at.pair + !is_key] : 0;
+#endif
     const OpenPage first = open_page(call.layer, at.pair, open.x);
     const OpenPage second = open_page(call.layer, at.pair, open.y);
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) x[j] = raw_value(raw[j]);
     u32 best = 0, byte = 0, codes[PER_LANE];
-    if constexpr (BITS < 16) {
+    if constexpr (IS_CODED) {
         float scaled[PER_LANE];
 #pragma unroll
         for (int j = 0; j < PER_LANE; ++j) {
@@ -172,23 +183,39 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
             mean[j] *= power;
             scaled[j] = BF16 ? x[j] * power : __half2float(__float2half(x[j] * power));
             if (!is_key && turns_sign(lane + 32 * j)) scaled[j] = -scaled[j];
+#if IN_BLOCKS
+            scaled[j] = divided(scaled[j], down);
+#endif
         }
-        const Rotated rotated = rotate_integers(scaled, mean);
-        const Range range = range_of(rotated, BITS);
-        Magnitudes magnitudes;
-        if constexpr (BITS < 8) to_magnitudes(rotated, range, magnitudes, lane);
-        const Guess guess = guess_step<BITS>(rotated, range, magnitudes);
-        u32 found = guess.bits;
-        if constexpr (takes_nearest(BITS)) {
-            found = nearest_byte(found);
-        } else if constexpr (BITS < 8) {
-            const u32 lowest = below_guess(guess.bits) - (BITS < 4);
-            const u32 error = error_of<BITS>(magnitudes, range, lowest, rank, lane);
-            best = best_of<tries_of(BITS)>(scratch, error, is_key ? 0 : 1, rank, stage, lane);
-            found = lowest + best;
+#if IN_BLOCKS
+        if constexpr (IS_PROFILE) {
+            const Elements elements =
+                rotate_in_blocks(scaled, mean, places, scratch.arranged[rank], is_key, lane);
+            const auto agree = [&](u32 error) {
+                best = best_of<TRIES>(scratch, error, is_key ? 0 : 1, rank, stage, lane);
+                return best;
+            };
+            byte = encode_key<BITS>(elements, is_key, rank, agree, codes, lane);
+        } else
+#endif
+        {
+            const Rotated rotated = rotate_vector(scaled, mean);
+            const Range range = range_of(rotated, BITS);
+            Magnitudes magnitudes;
+            if constexpr (BITS < 8) to_magnitudes(rotated, range, magnitudes, lane);
+            const Guess guess = guess_step<BITS>(rotated, range, magnitudes);
+            u32 found = guess.bits;
+            if constexpr (takes_nearest(BITS)) {
+                found = nearest_byte(found);
+            } else if constexpr (BITS < 8) {
+                const u32 lowest = below_guess(guess.bits) - (BITS < 4);
+                const u32 error = error_of<BITS>(magnitudes, range, lowest, rank, lane);
+                best = best_of<tries_of(BITS)>(scratch, error, is_key ? 0 : 1, rank, stage, lane);
+                found = lowest + best;
+            }
+            byte = guess.counts ? found : rotated.finite ? 0 : NAN_STEP;
+            if (rank == best) to_codes<BITS>(rotated, range, found, guess.counts, codes);
         }
-        byte = guess.counts ? found : rotated.finite ? 0 : NAN_STEP;
-        if (rank == best) to_codes<BITS>(rotated, range, found, guess.counts, codes);
     }
     if (rank != best && rank != 0) return;
     const Slot slot = slot_of(call, first, second, at);
@@ -199,17 +226,21 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
     if (slot.entry < 0) return;
     if (rank == 0 && is_key) store_details(call, slot, x, lane);
     if (rank != best) return;
-    if (BITS < 16 && lane == 0) slot.page[(is_key ? K_STEPS : V_STEPS) + slot.number] = (u8)byte;
-    const Element first_element = element_at(is_key ? KEYS : VALUES, slot.number, lane);
+    if (IS_CODED && lane == 0) slot.page[(is_key ? K_STEPS : V_STEPS) + slot.number] = (u8)byte;
     u8* const region = slot.page + (is_key ? 0 : V_CODES);
-    constexpr bool IN_SAME_WORDS = BITS == 3;  // those of a channel and of that 32 further on, two tiles
+#if IN_BLOCKS
+    if constexpr (IS_PROFILE && BITS != ALL_OF_8) return write_key<BITS>(region, slot.number, codes, lane);
+#endif
+    constexpr int WIDTH = IS_PROFILE ? 8 : BITS;
+    const Element first_element = element_at(is_key ? KEYS : VALUES, slot.number, lane);
+    constexpr bool IN_SAME_WORDS = WIDTH == 3;  // those of a channel and of that 32 further on, two tiles
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) {
         if (!is_there(lane, j)) break;
         Element element = first_element;
         element.tile += IN_SAME_WORDS ? 2 * j : 0;
-        write_code<BITS>(region + (IN_SAME_WORDS ? 0 : 64 * BITS * j), element,
-                         BITS == 16 ? raw[j] : codes[j]);
+        write_code<WIDTH>(region + (IN_SAME_WORDS ? 0 : 64 * WIDTH * j), element,
+                          WIDTH == 16 ? raw[j] : codes[j]);
     }
 }
 
@@ -321,7 +352,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
             }
             const NewToken at = {pair, row, head, step, start};
             Scratch& scratch = scratches[vector];
-            if (TOP_K == TOP_V)  // one copy of the code, for a warp waits for what it has not met yet
+            if (TOP_K == TOP_V || (TOP_K == ALL_OF_8 && TOP_V == 8))
+                // One copy of the code, for a warp waits for what it has not met yet.
                 store_token<TOP_K>(call, vector == 0, at, slots[step], scratch, rank, stage, lane);
             else if (vector == 0)
                 store_token<TOP_K>(call, true, at, slots[step], scratch, rank, stage, lane);
@@ -367,3 +399,5 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 // gate: HEAD_DIM=80,256 BF16=1 TOP_K=3 TOP_V=16 registers<=128
 // gate: HEAD_DIM=96 BF16=0 TOP_K=2 TOP_V=4 registers<=96 arch=sm_90a
 // gate: HEAD_DIM=128 BF16=1 TOP_K=16 TOP_V=16 registers<=96
+// gate: HEAD_DIM=128,64 BF16=1 IN_BLOCKS=1 TOP_K=0x8888 TOP_V=8 registers<=96 arch=sm_90a,sm_100a,sm_120a
+// gate: HEAD_DIM=256 BF16=0 IN_BLOCKS=1 TOP_K=0x4422 TOP_V=2 registers<=128 arch=sm_90a

@@ -131,23 +131,6 @@ __device__ __forceinline__ int error_of(const Sizes& sizes, u32 profile, float s
     return (int)sum_of_row(error[0], error[1], lane);
 }
 
-// Where the search for a step begins, the bits of a float16; `counted`: the largest element of each block in
-// units of 2^unit.
-__device__ __forceinline__ u32 guess_of_blocks(const float (&counted)[KEY_BLOCKS], u32 profile, bool decoded,
-                                               int unit) {
-    constexpr float MORE = HEAD_DIM == 64 ? 1.f : HEAD_DIM == 128 ? .82f : HEAD_DIM == 192 ? .73f : .68f;
-    float squares = 0.f;
-#pragma unroll
-    for (int b = 0; b < KEY_BLOCKS; ++b) {
-        const int width = width_of_block(profile, b);
-        const float part = width == 2 ? .07f * MORE : width == 4 ? .052f * MORE : .036f * MORE;
-        if (width) squares = __fadd_rn(squares, __fmul_rn(__fmul_rn(counted[b], counted[b]), part));
-    }
-    float guess = root_of(fmaxf(squares, 1.f));  // zeros have no step
-    if (decoded) guess = __fmul_rn(guess, 17.f / 16);
-    return pack_halves(guess * power_of_two(unit - 6), 0.f);
-}
-
 // Finds the byte of the step of this lane's row.
 __device__ __forceinline__ u32 search_step(const Vectors& x, u32 profile, const float (&gains)[KEY_BLOCKS],
                                            const float (&counted)[KEY_BLOCKS], float factor,

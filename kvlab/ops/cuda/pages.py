@@ -20,7 +20,7 @@ from kvlab.device import compute_capability
 from kvlab.jit.build import arch_of, build
 from kvlab.jit.launch import Kernel, PreparedLaunch, load
 from kvlab.ops.device_arrays import multiprocessors, shared_memory_per_block
-from kvlab.pages import TOKENS_PER_PAGE
+from kvlab.pages import TOKENS_PER_PAGE, Width, width_number
 
 __all__ = [
     "MAX_GROUP",
@@ -141,8 +141,8 @@ class AppendCall:
     ----------
     state : STATE scalar
         Of the layer.
-    top : (int, int)
-        Bits of keys and values of open pages.
+    top : (int or tuple, int)
+        Widths of keys and values of open pages.
     head_dim : int
     dtype : str
     device : int
@@ -152,12 +152,14 @@ class AppendCall:
         One of `OBSERVED`.
     rows : int
         One of `ROWS`.
+    in_blocks : bool
+        The ladder has profiles.
     """
 
     def __init__(
         self,
         state: Any,
-        top: tuple[int, int],
+        top: tuple[Width, int],
         head_dim: int,
         dtype: str,
         device: int,
@@ -168,8 +170,9 @@ class AppendCall:
         softcap: float,
         observed: int,
         rows: int = 0,
+        in_blocks: bool = False,
     ) -> None:
-        kernel = _append_kernel(head_dim, dtype, *top, device)
+        kernel = _append_kernel(head_dim, dtype, width_number(top[0]), top[1], device, in_blocks)
         call = np.zeros(1, _APPEND)
         call["layer"], call["group"], call["observed"] = state, group, observed
         call["scale"], call["softcap"], call["rows"] = scale, softcap, rows
@@ -357,8 +360,9 @@ def merge_rows(
 
 
 @lru_cache(maxsize=64)
-def _append_kernel(head_dim: int, dtype: str, top_k: int, top_v: int, device: int) -> Kernel:
+def _append_kernel(head_dim: int, dtype: str, top_k: int, top_v: int, device: int, in_blocks: bool) -> Kernel:
     macros = {"HEAD_DIM": head_dim, "BF16": int(dtype == "bfloat16"), "TOP_K": top_k, "TOP_V": top_v}
+    macros = _with_blocks(macros, in_blocks)
     return load(build("pages/append", macros, arch_of(*compute_capability(device))), device=device)
 
 

@@ -1,0 +1,201 @@
+// Keys in blocks into steps and codes of a profile, a warp a vector, bit for bit as
+// kvlab/reference/blocks.py; and values of 8 bits, which the same code takes: they stay in their order and
+// are one block.
+//
+// A lane has places lane + 32 j. Elements are numbers times what their block is multiplied by, in float32,
+// where they are exact.
+#pragma once
+
+#include "pages/search.cuh"
+#include "pages/state.cuh"
+
+constexpr u32 ALL_OF_8 = 0x8888;
+
+// Whether steps are compared, and not only large enough.
+__host__ __device__ constexpr bool is_searched(u32 profile) {
+    return profile & 0x6666u;
+}
+
+// How many warps look for the step of a key, one for each byte that is tried.
+__host__ __device__ constexpr int tries_of_profile(u32 profile) {
+    return !is_searched(profile) ? 1 : HEAD_DIM < 128 ? 4 : 2;
+}
+
+#if IN_BLOCKS
+__device__ __forceinline__ int block_of(int lane, int j) {
+    return (lane + 32 * j) / (HEAD_DIM / KEY_BLOCKS);
+}
+
+// The channel that stands at each place, and what its block is multiplied by.
+struct Places {
+    u32 channels[PER_LANE];
+    float gains[PER_LANE];
+};
+
+__device__ __forceinline__ Places places_of(const LayerState& s, int pair, int lane) {
+    Places r;
+#pragma unroll
+    for (int j = 0; j < PER_LANE; ++j) {
+        r.channels[j] = s.k_order[(u64)pair * HEAD_DIM + lane + 32 * j];
+        r.gains[j] = s.k_gain[KEY_BLOCKS * pair + block_of(lane, j)];
+    }
+    return r;
+}
+
+__device__ __forceinline__ Places places_of_values(int lane) {
+    Places r;
+#pragma unroll
+    for (int j = 0; j < PER_LANE; ++j) r.channels[j] = lane + 32 * j, r.gains[j] = FACTOR;
+    return r;
+}
+
+// A number divided by 2^down: in two products, for such a power may be no normal number.
+__device__ __forceinline__ float divided(float x, int down) {
+    const int half = down / 2;
+    return x * power_of_two(-half) * power_of_two(half - down);
+}
+
+// Rotated elements: `of` times `unit`.
+struct Elements {
+    float of[PER_LANE];
+    float unit, largest;  // the largest of all, in units
+    bool finite;
+};
+
+__device__ __forceinline__ float largest_of_lanes(float x) {
+    return __uint_as_float(__reduce_max_sync(ALL_LANES, __float_as_uint(x)));
+}
+
+__device__ __forceinline__ Elements rotate_in_blocks(const float (&raw)[PER_LANE],
+                                                     const float (&mean)[PER_LANE], const Places& places,
+                                                     u32* scratch, bool is_key, int lane) {
+    const auto arrange = [&](u32(&x)[PER_LANE]) {
+#pragma unroll
+        for (int j = 0; j < PER_LANE; ++j) scratch[lane + 32 * j] = x[j];
+        __syncwarp();  // all are there
+#pragma unroll
+        for (int j = 0; j < PER_LANE; ++j) x[j] = scratch[places.channels[j]];
+        __syncwarp();  // all have been read
+    };
+    const Rotated rotated = is_key ? rotate_integers<KEY_ROTATION>(raw, mean, 1.f, arrange)
+                                   : rotate_integers<ROTATION_BLOCK>(raw, mean, 1.f, arrange);
+    Elements r;
+    float largest = 0.f;
+#pragma unroll
+    for (int j = 0; j < PER_LANE; ++j) {
+        const u32 pair = rotated.numbers[j / 2];
+        r.of[j] = half_bits_to_float(j % 2 ? pair >> 16 : pair & 0xffffu) * places.gains[j];
+        largest = fmaxf(largest, fabsf(r.of[j]));
+    }
+    r.largest = largest_of_lanes(largest);
+    r.unit = (float)(1 << 24) * rotated.factor;
+    r.finite = rotated.finite && r.largest * r.unit < __int_as_float(0x7f800000);
+    return r;
+}
+
+__device__ __forceinline__ int width_at(u32 profile, bool is_key, int lane, int j) {
+    return profile == ALL_OF_8 || !is_key ? 8 : width_of_block(profile, block_of(lane, j));
+}
+
+// The largest element of each block that has codes, in units.
+template <u32 PROFILE>
+__device__ __forceinline__ void largest_of_blocks(const Elements& x, float (&largest)[KEY_BLOCKS], int lane) {
+#pragma unroll
+    for (int b = 0; b < KEY_BLOCKS; ++b) {
+        float most = 0.f;
+#pragma unroll
+        for (int j = 0; j < PER_LANE; ++j)
+            if (block_of(lane, j) == b) most = fmaxf(most, fabsf(x.of[j]));
+        largest[b] = width_of_block(PROFILE, b) ? largest_of_lanes(most) : 0.f;
+    }
+}
+
+// The error of a step, as kvlab/reference/blocks.py `search_block_step` has it.
+template <u32 PROFILE>
+__device__ __forceinline__ u32 error_of(const Elements& x, float to_sizes, float step, int lane) {
+    u32 sum = 0;
+#pragma unroll
+    for (int j = 0; j < PER_LANE; ++j) {
+        const int block = block_of(lane, j), width = width_of_block(PROFILE, block);
+        const int size = (int)(integer_product(fabsf(x.of[j]), to_sizes) - ZERO);
+        u32 error = 0;
+        if (width == 8) {
+            error = 16 * max(size - (int)fminf(step * 256.f, 255.f), 0);
+        } else if (width) {
+            const int s = (int)fminf(step * (float)factor_of_width(width), (float)(255 >> (width - 1)));
+            int left = size;
+            if (width == 4) left = abs(abs(left - 8 * s) - 4 * s);
+            left = abs(left - 2 * s) - s;
+            error = left * left;
+        }
+        sum += block == 0 ? 8 * error : block == 1 ? 2 * error : error;
+    }
+    return __reduce_add_sync(ALL_LANES, sum);
+}
+
+// Makes a vector codes and returns the byte of its step. Warp `rank` tries one byte, and `agree` says which
+// of them is the one, given its error; codes are those of that warp.
+template <u32 PROFILE, class Agree>
+__device__ __forceinline__ u32 encode_key(const Elements& x, bool is_key, int rank, Agree agree,
+                                          u32 (&codes)[PER_LANE], int lane) {
+    float largest[KEY_BLOCKS], most = 0.f;
+    if (PROFILE == ALL_OF_8) {
+        most = x.largest;
+    } else {
+        largest_of_blocks<PROFILE>(x, largest, lane);
+#pragma unroll
+        for (int b = 0; b < KEY_BLOCKS; ++b) most = fmaxf(most, largest[b]);
+    }
+    const Range range = range_of(most * x.unit, is_key ? 4 : 8);  // that of 4 bits is that of all profiles
+    u32 found, best = 0;
+    bool counts = x.finite && most > 0.f;
+    if constexpr (!is_searched(PROFILE)) {
+        found = guess_of(range.counted, 0.f, 0.f, false, range.unit, 8);
+    } else {
+        const float to_sizes = x.unit * power_of_two(7 - range.exponent);
+#pragma unroll
+        for (int b = 0; b < KEY_BLOCKS; ++b) largest[b] *= to_sizes;
+        const u32 guess = guess_of_blocks(largest, PROFILE, false, range.unit);
+        counts &= guess >= LEAST_GUESS;
+        const u32 lowest = below_guess(guess) - (HEAD_DIM < 128);
+        const float in_units = power_of_two(-range.unit);
+        best = agree(error_of<PROFILE>(x, to_sizes, step_value(lowest + rank) * in_units, lane));
+        found = lowest + best;
+    }
+    if (rank == best) {
+        const float value = step_value(found),
+                    to_step = counts ? x.unit * power_of_two(range.unit + 7 - range.exponent) : 0.f;
+#pragma unroll
+        for (int j = 0; j < PER_LANE; ++j) {
+            const int width = width_at(PROFILE, is_key, lane, j);
+            const float half_cell = value * (float)factor_of_width(width);
+            const int unit = exponent_of(half_cell) - 3 - code_parts(width);
+            const float whole = half_bits_to_float(half_of(x.of[j] * (to_step * power_of_two(-24 - unit))));
+            float per_grid;  // nearly
+            asm("rcp.approx.ftz.f32 %0, %1;"
+                : "=f"(per_grid)
+                : "f"(half_cell * power_of_two(-24 - unit) * (float)(2 << width)));
+            // As in pages/search.cuh `to_codes`.
+            const float part = __saturatef(fmaf(whole, per_grid, fmaf(per_grid, .5f / (1 << 24), .5f)));
+            const u32 cells = 1u << width;
+            codes[j] =
+                __float_as_uint(__fmaf_rd(part, (float)cells * (1.f - 1.f / 65536), TWO_23)) & (cells - 1);
+        }
+    }
+    return counts ? found : x.finite ? 0 : NAN_STEP;
+}
+
+// Writes the codes of a key whose blocks have several widths.
+template <u32 PROFILE>
+__device__ __forceinline__ void write_key(u8* region, int slot, const u32 (&codes)[PER_LANE], int lane) {
+    constexpr int EACH = HEAD_DIM / KEY_BLOCKS;
+#pragma unroll
+    for (int j = 0; j < PER_LANE; ++j) {
+        const int block = block_of(lane, j);
+        const Run run = run_of_block(PROFILE, block);
+        u8* const to = region + 128 * run.word;
+        const Element element = element_at(KEYS, slot, lane + 32 * j - EACH * run.first);
+        KVLAB_FOR_BLOCK(width_of_block(PROFILE, block), write_code<BITS>(to, element, codes[j]));
+    }
+}
+#endif
