@@ -407,8 +407,8 @@ class DeviceStore:
 
     @property
     def moved(self) -> list[str]:
-        """Those of `MOVED` that are not empty."""
-        return [name for name in MOVED if self._places[name].nbytes]
+        """Those of `MOVED` that the store has: without profiles neither exponents, orders nor gains."""
+        return [name for name in MOVED if name not in FRAME[2:] or self.tables["k_gain"].shape[-1]]
 
     @property
     def reserved_nbytes(self) -> int:

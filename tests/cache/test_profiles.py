@@ -193,3 +193,11 @@ def test_frames_of_another_model_are_refused() -> None:
         replace(frames, k_order=np.zeros_like(frames.k_order))
     with pytest.raises(ValueError, match="k_gain must be float32"):
         replace(frames, k_gain=frames.k_gain.astype(np.float64))
+
+
+@pytest.mark.parametrize("bits", [LADDER, (2, 4)])
+def test_no_rows_may_be_reordered(bits: Any) -> None:
+    cache, none = fed(cache_of(bits), tokens(80), (80,)), np.zeros(0, np.int64)
+    cache.select(none)
+    cache.reorder(none)
+    assert (cache.batch, cache.seqlen) == (0, 80)
