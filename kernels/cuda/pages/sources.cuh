@@ -46,6 +46,7 @@ struct PageState {
     u8 order[HEAD_DIM];  // k_order of its pair
     float gain[4];
     u32 exponents;  // a word with that of this side of its pair
+    u32 any_raw;    // whether a row holds raw elements
 #endif
     Region to;
     u8* tail;
@@ -132,6 +133,9 @@ __device__ __forceinline__ void ask_for_rows(Side side, const LayerState& s, con
     const u32 lane = lane_again();
     const Move move = (const Move&)page.moves[lane % PAGE];
     const bool moves = move.from_rung != NO_MOVE, fetched = moves && is_new(move) && shared.in_units;
+#if IN_BLOCKS
+    bool raw = false;
+#endif
     if (moves) {
         u32 bits = 16;
         if (!is_new(move)) {
@@ -139,10 +143,17 @@ __device__ __forceinline__ void ask_for_rows(Side side, const LayerState& s, con
             bits = side == KEYS ? rung.bits_k : rung.bits_v;
         }
         page.bits[move.to_slot] = (Width)bits;
+#if IN_BLOCKS
+        raw = bits == 16;
+#endif
     }
     const u32 mask = __reduce_or_sync(ALL_LANES, moves ? 1u << move.to_slot : 0u);
     const u32 others = __any_sync(ALL_LANES, moves && !fetched);
     if (lane == 0) page.mask = mask, page.others = others;
+#if IN_BLOCKS
+    const u32 any_raw = __any_sync(ALL_LANES, raw);
+    if (lane == 0) page.any_raw = any_raw;
+#endif
     const TokenPlace place = place_of(new_tokens, move, shared);
     const int unit =
         side == KEYS

@@ -82,26 +82,54 @@ __device__ __forceinline__ void take_codes(Side side, const u8* codes, int slot,
 }
 
 #if IN_BLOCKS
-// The same of a block of a key.
+// Words of a lane with the codes of its slot's tiles of a block, the first of them tile `tile` of its run.
 template <int BITS>
-__device__ __forceinline__ void take_block(const Region& from, int block, int slot, u8* row, int lane) {
-    constexpr int EACH = HEAD_DIM / KEY_BLOCKS, OF_LANE = EACH / LANES;
-    const Run run = run_of_block(from.bits, block);
-    u32 code[OF_LANE];
+__device__ __forceinline__ void ask_for_block(const u32* run, int tile, u32 (&words)[BLOCK_TILES][2]) {
 #pragma unroll
-    for (int j = 0; j < OF_LANE; ++j) {
-        const u32 channel = EACH * (block - run.first) + LANES * j + lane;  // of its run
-        code[j] = read_code<BITS>(from.codes + 128 * run.word, element_at(KEYS, slot, channel));
+    for (int i = 0; i < BLOCK_TILES; ++i) {
+        const int t = tile + i, word = BITS == 8 ? 2 * t : t / Fields<BITS>::TILES;
+        words[i][0] = run[32 * word];
+        if (BITS == 8) words[i][1] = run[32 * word + 32];
     }
-#pragma unroll
-    for (int j = 0; j < OF_LANE; ++j) row[EACH * block + LANES * j + lane] = (u8)code[j];
 }
 
-__device__ __forceinline__ void take_key(const Region& from, int slot, u8* row, int lane) {
-#pragma unroll 1
-    for (int block = 0; block < KEY_BLOCKS; ++block)
-        KVLAB_FOR_BLOCK(width_of_block(from.bits, block), take_block<BITS>(from, block, slot, row, lane));
+// Puts these codes, of four channels each, into a row, a byte each; `odd`: the slot is.
+template <int BITS>
+__device__ __forceinline__ void put_block(const u32 (&words)[BLOCK_TILES][2], int tile, u32 odd, u8* row) {
+#pragma unroll
+    for (int i = 0; i < BLOCK_TILES; ++i) {
+        u32 codes;
+        if constexpr (BITS == 8)
+            codes = __byte_perm(words[i][0] >> 8 * odd, words[i][1] >> 8 * odd, 0x6420);
+        else
+            codes = __byte_perm(words[i][0] >> (BITS == 2 ? 4 * ((tile + i) % 2) + 2 * odd : 4 * odd) &
+                                    ((1u << BITS) - 1u) * 0x01010101u,
+                                0, 0x3120);
+        *(u16*)(row + 16 * i) = (u16)codes, *(u16*)(row + 16 * i + 8) = (u16)(codes >> 16);
+    }
 }
+
+// Codes of a stored key; a lane has channels 2 lane, the next, and those 8 further on of every 16, which
+// share words.
+__device__ __forceinline__ void take_key(const Region& from, u32 slot, u8* row, u32 lane) {
+    u32 words[KEY_BLOCKS][BLOCK_TILES][2];
+    int tiles[KEY_BLOCKS];
+#pragma unroll
+    for (int block = 0; block < KEY_BLOCKS; ++block) {
+        const Run run = run_of_block(from.bits, block);
+        const u32* const codes = (const u32*)from.codes + 32 * run.word + 4 * (slot / 2) + lane;
+        tiles[block] = BLOCK_TILES * (block - run.first);
+        KVLAB_FOR_BLOCK(width_of_block(from.bits, block),
+                        ask_for_block<BITS>(codes, tiles[block], words[block]));
+    }
+#pragma unroll
+    for (int block = 0; block < KEY_BLOCKS; ++block) {
+        u8* const to = row + 16 * BLOCK_TILES * block + 2 * lane;
+        KVLAB_FOR_BLOCK(width_of_block(from.bits, block),
+                        put_block<BITS>(words[block], tiles[block], slot % 2, to));
+    }
+}
+static_assert(!IN_BLOCKS || LANES == 4, "a lane for each pair of channels of eight");
 #endif
 
 __device__ __forceinline__ void take_stored(Side side, const Region& from, int slot, u8* row, int lane) {
@@ -378,6 +406,22 @@ __device__ __forceinline__ Tail tail_of(const LayerState& s, const NewTokens& ne
     return {move.to_slot, ((const u16*)from)[move.from_slot], from[2 * PAGE + move.from_slot]};
 }
 
+// Whether a row holds raw elements; where keys are kept in blocks, pages without them skip what is for these.
+__device__ __forceinline__ bool any_raw(const PageState& page) {
+#if IN_BLOCKS
+    return page.any_raw;
+#else
+    return true;
+#endif
+}
+
+__device__ __forceinline__ void clear(Vectors& x) {
+#pragma unroll
+    for (int t = 0; t < TILES; ++t)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[t][i] = 0;
+}
+
 // The frame of the keys of a page from its mean and shifts, which are there.
 __device__ __forceinline__ void take_frame(const PageState& page, Frame& frame, u32 lane) {
     if (lane < HEAD_DIM / 16) ((uint4*)frame.shifts)[lane] = ((const uint4*)page.shifts)[lane];
@@ -424,13 +468,13 @@ extern "C" __global__ void __launch_bounds__(WRITE_THREADS, BLOCKS)
         u8* const rows = space.rows[half];
         wait_copies();
         __syncwarp();  // rows, means and moves are there; the page before is stored
-        if (side == KEYS) take_frame(page, space.frame, lane);
+        if (side == KEYS && any_raw(page)) take_frame(page, space.frame, lane);
         if (number + stride < pages) ask_for_page(side, s, new_tokens, space.rows[half ^ 1], shared, next);
         if (number + 2 * stride < pages) ask_for_moves(list, number + 2 * stride, then.moves);
         const Tail tail = side == KEYS ? tail_of(s, new_tokens, shared, page, lane) : Tail{-1, 0, 0};
         if (page.others) {
 #if IN_BLOCKS
-            if (side == KEYS) fill_key_rows(false, s, new_tokens, shared, page, rows);
+            if (side == KEYS && page.any_raw) fill_key_rows(false, s, new_tokens, shared, page, rows);
             if (side == VALUES)
 #endif
                 fill_rows(side, s, new_tokens, shared, page, rows);
@@ -446,8 +490,13 @@ extern "C" __global__ void __launch_bounds__(WRITE_THREADS, BLOCKS)
             Row row[2] = {{slot, 16, 0}, {slot + 1, 16, 0}};
             Vectors x;
             const Frame* const frame = side == KEYS ? &space.frame : nullptr;
-            Loaded loaded = load_raw<Rows>(rows, frame, exponent_of(side, s, page), x, lane);
-            rotate_integers(x, shared.signs[lane], frame, loaded, lane);
+            Loaded loaded = {{0, 0}, 0.f, true, false};
+            if (any_raw(page)) {
+                loaded = load_raw<Rows>(rows, frame, exponent_of(side, s, page), x, lane);
+                rotate_integers(x, shared.signs[lane], frame, loaded, lane);
+            } else {
+                clear(x);
+            }
 #if IN_BLOCKS
             if (side == KEYS) {
                 if (page.others) {
