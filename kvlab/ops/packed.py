@@ -30,18 +30,13 @@ from kvlab.shapes import match_shapes
 __all__ = ["Layout", "PackedAttention", "Pages", "Window", "mass_from_scores", "packed_attention"]
 
 _FLOATS = ("float16", "bfloat16", "float32")
-_REQUIREMENTS: dict[str, Any] = {
-    "dtype": _FLOATS,
-    "head_dim": range(16, 257, 16),
-    "profiles": (False, True),
-}
+_REQUIREMENTS: dict[str, Any] = {"dtype": _FLOATS, "head_dim": range(16, 257, 16)}
 _CUDA_REQUIREMENTS: dict[str, Any] = {
     "dtype": ("float16", "bfloat16"),
-    "head_dim": (64, 80, 96, 128, 256),
-    "profiles": (False,),
+    "head_dim": (64, 80, 96, 128, 192, 256),
     "compute_capability": AtLeast((9, 0)),
 }
-_NUMBA_REQUIREMENTS = _REQUIREMENTS | {"profiles": (False,)} | ON_NUMBA
+_NUMBA_REQUIREMENTS = _REQUIREMENTS | ON_NUMBA
 
 register(
     Implementation("packed_attention", "cpu", "kvlab.ops.cpu.packed:attend", _REQUIREMENTS),
@@ -218,12 +213,7 @@ def packed_attention(
     device = common_device(
         {"q": q, "pages.rung": pages.rung} | ({"first_position": hidden.first} if hidden else {})
     )
-    requirements = {
-        "dtype": dtype_name(q, "q"),
-        "head_dim": q.shape[3],  # type: ignore[attr-defined]
-        "profiles": any(layout.in_blocks for layout in pages.layouts),
-        **requirements_of(device),
-    }
+    requirements = {"dtype": dtype_name(q, "q"), "head_dim": q.shape[3], **requirements_of(device)}  # type: ignore[attr-defined]
     row = choose("packed_attention", device.kind, backend, **requirements)
     scale = 1 / math.sqrt(requirements["head_dim"]) if scale is None else scale
     result: PackedAttention[ArrayT] = row.launch(q, pages, group, scale, softcap, keep_scores, hidden)

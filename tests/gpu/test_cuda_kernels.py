@@ -47,7 +47,7 @@ def test_one_width(backend: Any, dtype: str, bits: int, head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
 def test_all_widths_in_one_sequence(backend: Any, dtype: str, head_dim: int) -> None:
     pages = draw_pages(head_dim, dtype, head_dim, MIXED, np.array([[40, 7], [0, 200]]))
     check(backend, draw_queries(7, dtype, 2, 1, 8, head_dim), pages)
@@ -81,7 +81,8 @@ def test_softcap_scale_and_kept_scores(backend: Any) -> None:
 @pytest.mark.parametrize("ladder", LADDERS)
 def test_scores_kept_as_bytes_are_those_of_float32_rounded(group: int, softcap: float, ladder: str) -> None:
     pages = draw_pages(18, "bfloat16", 128, LADDERS[ladder], np.array([[20, 9], [0, 33]]))
-    q = draw_queries(18, "bfloat16", 2, 3, 2 * group, 128) * np.float32(2).astype(DTYPES["bfloat16"])
+    size = np.float32(2 if ladder == "widths" else 1).astype(DTYPES["bfloat16"])
+    q = draw_queries(18, "bfloat16", 2, 3, 2 * group, 128) * size
     whole = attend(packed_cuda, q, pages, keep_scores=2, softcap=softcap)
     used = used_quads(pages)
     kept = torch.full(

@@ -119,7 +119,7 @@ def test_same_bits_in_any_place_of_memory(backend: Any) -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 192])
 def test_float32_caches(head_dim: int) -> None:
-    """Backend "numba" alone takes them, and head dims that the other has not."""
+    """Backend "numba" alone takes them."""
     rng = np.random.default_rng(head_dim)
     rungs = test_packed.RUNGS_IN_BLOCKS[::4]
     pages = test_packed.make_pages(rng, rungs, head_dim, "float32", np.array([[30, 0], [5, 21]]))
