@@ -49,6 +49,8 @@ _AHEAD = 2
 
 _Queries = tuple[Any, Any, Any, Any]
 """dout, q, out and lse of a stride of heads."""
+_Own = list[tuple[slice, tuple[Any, Any]]]
+"""KV heads, and dk and dv of own keys."""
 
 
 class _Sum:
@@ -63,10 +65,10 @@ class _Sum:
     """
 
     def __init__(self, total: QueryGradients, theirs: Seen, taken: int) -> None:
-        self._total, self.parts = total, (theirs,)
+        self._total, self.parts, self.portions = total, (theirs,), [slice(None)]
         self.places: list[Rows] = [slice(0, taken)]  # of the keys of each part
 
-    def add_own(self) -> tuple[Any, Any]:
+    def add_own(self, _: slice) -> tuple[Any, Any]:
         """Return dk and dv of own keys."""
         return self._total.add_own()
 
@@ -91,22 +93,38 @@ class _Parts:
         Own k and v.
     dq : tensor
         To write.
+    portions : list of slice
+        KV heads of own keys that are computed together.
     """
 
-    def __init__(self, plan: Plan, options: Options, mine: _Queries, keys: tuple[Any, Any], dq: Any) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        options: Options,
+        mine: _Queries,
+        keys: tuple[Any, Any],
+        dq: Any,
+        portions: list[slice],
+    ) -> None:
         self._local, self.parts = plan.local, plan.gathered
         self.places = [part.k_rows for part in self.parts]
         self._mine, self._keys, self._dq, self._options = mine, keys, dq, options
-        self._own: Any = None  # dq of own keys
+        self.portions = portions
+        self._own: list[tuple[slice, Any]] = []  # query heads, and dq of own keys
         self._found: list[tuple[Rows, Any]] = []
 
-    def add_own(self) -> tuple[Any, Any]:
-        """Return dk and dv of own keys."""
-        if not self._local:
-            k, v = (filled(tuple(x.shape), 0.0, x) for x in self._keys)
-            return k, v
-        (part,) = self._local
-        self._own, dk, dv = gradients(*self._mine, *self._keys, part, self._options)
+    def add_own(self, portion: slice) -> tuple[Any, Any]:
+        """Return dk and dv of a portion of own keys."""
+        k, v = (x[:, portion] for x in self._keys)
+        *by_row, lse = self._mine
+        queries = _query_heads(portion, by_row[0], self._keys[0])
+        dout, q, out = (x[:, queries] for x in by_row)
+        if self._local:
+            (part,) = self._local
+            dq, dk, dv = gradients(dout, q, out, lse[queries], k, v, part, self._options)
+        else:
+            dq, dk, dv = (filled(tuple(x.shape), 0.0, x) for x in (q, k, v))
+        self._own.append((queries, dq))
         return dk, dv
 
     def add(self, part: Any, k: Any, v: Any) -> tuple[Any, Any]:
@@ -117,16 +135,17 @@ class _Parts:
 
     def finish(self) -> None:
         """Write the sum of dq of all parts, own and gathered."""
-        found = self._found
-        total = filled(tuple(self._dq.shape), 0.0, self._dq) if self._own is None else self._own
-        *first, (rows, addend) = found or [(slice(0, 0), total[:0])]
-        for some, other in first:
-            add_rows(total, some, other)
-        if isinstance(rows, slice):
-            put_sum(self._dq, total, rows, addend)
-        else:
-            add_rows(total, rows, addend)
-            self._dq.copy_(total)
+        for queries, total in self._own:
+            result = self._dq[:, queries]
+            found = [(rows, addend[:, queries]) for rows, addend in self._found]
+            *first, (rows, addend) = found or [(slice(0, 0), total[:0])]
+            for some, other in first:
+                add_rows(total, some, other)
+            if isinstance(rows, slice):
+                put_sum(result, total, rows, addend)
+            else:
+                add_rows(total, rows, addend)
+                result.copy_(total)
 
 
 @dataclass(frozen=True)
@@ -154,7 +173,7 @@ class GatheredAttention:
         outs, lses = [], []
         stride = self.forward_stride(k.shape[1])
         strides = range(0, k.shape[1], stride)
-        gathers = [self.gather(k, v, first, stride) for first in strides[:_AHEAD]]
+        gathers = [self.gather(k, v, first, stride, self.stride) for first in strides[:_AHEAD]]
         for step, first in enumerate(strides):
             heads, queries = _heads(first, stride, q, k)
             mine, pending = q[:, queries], gathers[step]
@@ -164,7 +183,7 @@ class GatheredAttention:
             pending.wait()
             pending.free()
             later = strides[step + _AHEAD : step + _AHEAD + 1]
-            gathers += [self.gather(k, v, first, stride) for first in later]
+            gathers += [self.gather(k, v, first, stride, self.stride) for first in later]
             out, lse = result or empty_result(mine)
             outs.append(out)
             lses.append(lse)
@@ -219,17 +238,18 @@ class GatheredAttention:
         def begin(first: int) -> _Sum | _Parts:
             heads, queries = _heads(first, stride, q, k)
             mine = dout[:, queries], q[:, queries], out[:, queries], lse[queries]
-            return self._begin(mine, (k[:, heads], v[:, heads]), dq[:, queries])
+            return self._begin(mine, (k[:, heads], v[:, heads]), dq[:, queries], len(strides) == 1)
 
         gathers = [self.gather(k, v, first, stride) for first in strides[:_AHEAD]]
         steps = deque(map(begin, strides[:_AHEAD]))
         finish: Callable[[], None] | None = None
         for number, first in enumerate(strides):
             # Own keys come first while the first keys of others are awaited, else last: what is sent is on
-            # its way meanwhile.
+            # its way meanwhile. Of a single stride a portion comes first, and one last.
             step, pending = steps.popleft(), gathers[number]
             lanes, theirs = Lanes(q.device, len(step.parts), number), []
-            own = step.add_own() if number == 0 else None
+            before = [] if number else step.portions[:1]
+            own = [(portion, step.add_own(portion)) for portion in before]
             for part, lane in zip(step.parts, lanes, strict=True):
                 with lane:
                     theirs.append(step.add(part, *pending.wait()))
@@ -240,7 +260,7 @@ class GatheredAttention:
                 pending.free()
                 later = strides[number + _AHEAD : number + _AHEAD + 1]
                 gathers += [self.gather(k, v, first, stride) for first in later]
-            own = own or step.add_own()
+            own += [(portion, step.add_own(portion)) for portion in step.portions[len(before) :]]
             # What ends a stride comes behind the kernels of the next, which fill the end of its own ones.
             if finish:
                 finish()
@@ -250,18 +270,21 @@ class GatheredAttention:
             finish()
         return dq, dk, dv
 
-    def _begin(self, mine: _Queries, keys: tuple[Any, Any], dq: Any) -> _Sum | _Parts:
-        """Start the way back of a stride."""
+    def _begin(self, mine: _Queries, keys: tuple[Any, Any], dq: Any, is_single: bool) -> _Sum | _Parts:
+        """Start the way back of a stride, which may be the single one."""
         seen, options = self.plan.seen, self.options
         if seen is not None and not options.deterministic and not options.implementation:
             own, theirs = (_on_device(one, dq.device) for one in seen)
             total = begin_sum(mine, options.scale, dq, *keys, own)
             if total is not None:
                 return _Sum(total, theirs, sum(self._incoming.rows))
-        return _Parts(self.plan, options, mine, keys, dq)
+        is_both = bool(self.plan.local and self.plan.gathered)
+        half = keys[0].shape[1] // 2 if is_single and is_both else 0
+        portions = [slice(0, half), slice(half, None)] if half else [slice(None)]
+        return _Parts(self.plan, options, mine, keys, dq, portions)
 
     def _finish(
-        self, step: _Sum | _Parts, lanes: Lanes, sending: Pending, own: tuple[Any, Any], results: Any
+        self, step: _Sum | _Parts, lanes: Lanes, sending: Pending, own: _Own, results: tuple[Any, Any]
     ) -> None:
         """Write the gradients of a stride when all parts of it have been started."""
         lanes.join()
@@ -281,13 +304,13 @@ class GatheredAttention:
     def _outgoing(self) -> _Counts:
         return _counts(self.plan.takes.T, self.rank)
 
-    def gather(self, k: Any, v: Any, first: int, stride: int) -> Pending:
-        """Start to gather the heads of a stride."""
+    def gather(self, k: Any, v: Any, first: int, stride: int, width: int | None = None) -> Pending:
+        """Start to gather the heads of a stride, so many at a time; all if that is not given."""
         heads = slice(first, first + stride)
         pieces = [[x[:rows, heads] for rows in self._outgoing.rows] for x in (k, v)]
         taken = self._incoming
         what = "gather of keys and values"
-        return swap(pieces, taken.rows, taken.begins, taken.most, self.group, what, self.stride)
+        return swap(pieces, taken.rows, taken.begins, taken.most, self.group, what, width)
 
     def _send(self, places: Sequence[Rows], theirs: list[tuple[Any, Any]], keys: Any) -> Pending:
         """Start to send every rank the gradients of its keys; `keys` are none of this stride."""
@@ -295,14 +318,15 @@ class GatheredAttention:
         pieces = [_blocks(rows, places, [found[n] for found in theirs], keys) for n in (0, 1)]
         return swap(pieces, back.rows, back.begins, back.most, self.group, "exchange of gradients")
 
-    def _take(self, sending: Pending, sums: Any, results: Any) -> None:
+    def _take(self, sending: Pending, own: _Own, results: tuple[Any, Any]) -> None:
         """Add what has come to a rank's own gradients."""
-        rows = self._outgoing.rows
-        for total, buffer, result in zip(sums, sending.wait(), results, strict=True):
-            *first, last = buffer.split(rows)
-            for piece in first:
-                total[: len(piece)] += piece
-            put_sum(result, total, slice(0, len(last)), last)
+        rows, buffers = self._outgoing.rows, sending.wait()
+        for portion, sums in own:
+            for total, buffer, result in zip(sums, buffers, results, strict=True):
+                *first, last = buffer[:, portion].split(rows)
+                for piece in first:
+                    total[: len(piece)] += piece
+                put_sum(result[:, portion], total, slice(0, len(last)), last)
         sending.free()
 
 
@@ -331,9 +355,15 @@ def _on_device(seen: Seen, device: Any) -> Seen:
 
 def _heads(first: int, stride: int, q: Any, k: Any) -> tuple[slice, slice]:
     """The KV heads of a stride, and the query heads that read them."""
+    heads = slice(first, min(first + stride, k.shape[1]))
+    return heads, _query_heads(heads, q, k)
+
+
+def _query_heads(heads: slice, q: Any, k: Any) -> slice:
+    """The query heads that read KV heads."""
+    first, last, _ = heads.indices(k.shape[1])
     group = q.shape[1] // k.shape[1]
-    last = min(first + stride, k.shape[1])
-    return slice(first, last), slice(first * group, last * group)
+    return slice(first * group, last * group)
 
 
 def _counts(takes: NDArray[np.int64], rank: int) -> _Counts:

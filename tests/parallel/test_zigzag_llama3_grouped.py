@@ -145,6 +145,27 @@ def test_one_call_for_both_chunks(ranks: Any, word: str, size: int) -> None:
     assert_near(found, whole(LENGTHS, inputs(LENGTHS, torch.float32, 4), causal=True), 2e-6, 2e-6)
 
 
+def heads_of_calls(rank: int, size: int, *arguments: Any) -> list[tuple[int, bool]]:
+    """KV heads of each call of the backward, in order, and whether the keys are this rank's own."""
+    kept, found = gathered_attention.gradients, []
+
+    def record(*given: Any) -> Any:
+        found.append((given[4].shape[1], given[6].causal))
+        return kept(*given)
+
+    gathered_attention.gradients = record  # type: ignore[assignment]
+    try:
+        on_rank(rank, size, *arguments)
+    finally:
+        gathered_attention.gradients = kept
+    return found
+
+
+def test_own_keys_of_a_single_stride_come_before_those_of_others_and_behind(ranks: Any) -> None:
+    arguments = "zigzag_llama3", LENGTHS, torch.float32, 8, {"causal": True}  # all 3 heads at once
+    assert ranks(2)(heads_of_calls, *arguments) == [[(1, True), (3, False), (2, True)]] * 2
+
+
 class Summed:
     """What `kvlab.ops.cuda.query_gradients` does on GPUs, by calls of a CPU."""
 

@@ -133,7 +133,7 @@ class _Silent(GatheredAttention):
     buffers: tuple[Any, ...] = ()
     arrival: Arrival | None = None
 
-    def gather(self, k: Any, v: Any, first: int, stride: int) -> Pending:
+    def gather(self, k: Any, v: Any, first: int, stride: int, width: int | None = None) -> Pending:
         heads = slice(0, min(stride, k.shape[1] - first))
         return Pending(tuple(x[:, heads] for x in self.buffers), [], "", None, arrival=self.arrival)
 
@@ -203,7 +203,7 @@ class _Case:
         k, v = (x.detach() for x in self.mine[1:])
         stride = call.forward_stride(k.shape[1])
         for first in range(0, k.shape[1], stride):
-            one = call.gather(k, v, first, stride)
+            one = call.gather(k, v, first, stride, call.stride)
             one.wait()
             one.free()
 
