@@ -273,6 +273,9 @@ def joined(pieces: Sequence[Tensor], axis: int) -> Tensor:
 def put_sum(result: Tensor, x: Tensor, rows: slice, addend: Tensor) -> None:
     """Write x, with something added to some rows, into a tensor that may be of another dtype."""
     first, last, _ = rows.indices(len(x))
+    if (first, last) == (0, len(x)):
+        torch.add(x, addend, out=result)
+        return
     torch.add(x[first:last], addend, out=result[first:last])
     for rest in (slice(0, first), slice(last, len(x))):
         if rest.start < rest.stop:
@@ -289,6 +292,7 @@ def _function() -> Any:
             out, lse = call.forward(q, k, v)
             ctx.save_for_backward(q, k, v, out, lse)
             ctx.call = call
+            ctx.set_materialize_grads(False)  # of lse, which has none
             ctx.mark_non_differentiable(lse)
             return out, lse
 

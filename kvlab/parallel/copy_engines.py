@@ -52,14 +52,13 @@ def mailbox(like: Tensor, group: Any, what: str) -> Mailbox | None:
     These are needed where a rank has another host or no access to the memory of others, for captured graphs,
     whose flags would be those of the capture, and on CPUs. All ranks of a group decide the same.
     """
-    if not (COPY_ENGINES and like.is_cuda) or dist.get_world_size(group) == 1:
-        return None
-    if torch.cuda.is_current_stream_capturing():
+    if not (COPY_ENGINES and like.is_cuda) or torch.cuda.is_current_stream_capturing():
         return None
     group = group or dist.group.WORLD
     key = group, like.device, what
     if key not in _mailboxes:
-        _mailboxes[key] = Mailbox(group, like.device) if _can_reach_all(group, like.device) else None
+        reached = dist.get_world_size(group) > 1 and _can_reach_all(group, like.device)
+        _mailboxes[key] = Mailbox(group, like.device) if reached else None
     return _mailboxes[key]
 
 
@@ -125,6 +124,7 @@ class Mailbox:
         self._flags, self._flags_of = self._shared(4 * 2 * _SLOTS * self._size)
         self._nbytes = 0  # of a slot
         self._memory, self._places = self._flags, self._flags_of
+        self._views: dict[tuple[int, tuple[int, ...], torch.dtype], Tensor] = {}
 
     def _shared(self, nbytes: int) -> tuple[Tensor, list[int]]:
         """Return new memory that all ranks have mapped, zeros, and where it is on each rank."""
@@ -144,11 +144,12 @@ class Mailbox:
     ) -> tuple[Any, list[Any], str, Any, Callable[[], None], bool, Arrival]:  # fmt: skip
         """Start what `kvlab.parallel.collectives.swap` says; return the fields of its `Pending`."""
         like, driver, rank = outgoing[0][0], _driver(), self._rank
-        row_bytes = like.element_size() * math.prod(like.shape[1:])
+        itemsize, columns = like.element_size(), like.shape[1]
+        column_bytes = itemsize * math.prod(like.shape[2:])
+        row_bytes = columns * column_bytes
         nbytes = -(-most * row_bytes // _ALIGNMENT) * _ALIGNMENT  # of an array, the same on all ranks
         self._make_room(len(outgoing) * nbytes)
         slot, use = self._uses % _SLOTS, self._uses // _SLOTS + 1
-        columns = like.shape[1]
         cuts = range(0, columns, width)
         first = self._pieces[slot] + 1
         self._uses, self._pieces[slot] = self._uses + 1, self._pieces[slot] + len(cuts)
@@ -156,19 +157,21 @@ class Mailbox:
         self._stream.wait_stream(_cuda.current_stream(self._device))
         stream = self._stream.cuda_stream
         self._give_back(others, stream)
-        kept = [[_dense(piece) for piece in array] for array in outgoing]
+        kept = [_dense(array) for array in outgoing]
         for number, cut in enumerate(cuts):
-            pieces = kept if len(cuts) == 1 else [[x[:, cut : cut + width] for x in array] for array in kept]
+            before, sent = cut * column_bytes, min(width, columns - cut) * column_bytes
             for step in range(self._size):
                 other = (rank + step) % self._size  # so that ranks write to different ones
                 if step and not number:
                     _check(
                         driver.cuStreamWaitValue32(stream, self._flag(rank, _READ, slot, other), use - 1, 0)
                     )
-                for n, array in enumerate(pieces):
-                    if len(array[other]):
-                        to = self._places[other] + begin + n * nbytes + begins[other] * row_bytes
-                        self._push(array[other], to + row_bytes // columns * cut, row_bytes, stream)
+                for n, array in enumerate(kept):
+                    piece = array[other]
+                    if rows := piece.shape[0]:
+                        to = self._places[other] + begin + n * nbytes + begins[other] * row_bytes + before
+                        pitch = piece.stride(0) * itemsize
+                        self._push(piece.data_ptr() + before, pitch, to, row_bytes, rows, sent, stream)
                 if step:
                     flag = self._flag(other, _COME, slot, rank)
                     _check(driver.cuStreamWriteValue32(stream, flag, first + number, 0))
@@ -179,11 +182,7 @@ class Mailbox:
         over.record(self._stream)
         _watch(over, self._timeout, what)
         shape = (sum(incoming), *like.shape[1:])
-        starts = [begin + n * nbytes for n in range(len(kept))]
-        buffers = tuple(
-            self._memory[start : start + shape[0] * row_bytes].view(like.dtype).view(shape)
-            for start in starts
-        )
+        buffers = tuple(self._view(begin + n * nbytes, shape, like.dtype) for n in range(len(kept)))
 
         def free() -> None:
             event = _cuda.Event()
@@ -209,14 +208,23 @@ class Mailbox:
                 _check(_driver().cuStreamWriteValue32(stream, flag, use, 0))
         self._read.clear()
 
-    def _push(self, piece: Tensor, to: int, row_bytes: int, stream: int) -> None:
-        """Copy rows to an address, from which rows are so many bytes long."""
-        copy, size = self._copy, piece.element_size()
-        pitch, rows, nbytes = piece.stride(0) * size, len(piece), piece[0].numel() * size
-        if pitch == row_bytes == nbytes:  # all rows are one
-            pitch = row_bytes = nbytes = rows * nbytes
+    def _view(self, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory of this rank from a byte on as an array, which is remembered."""
+        name = begin, shape, dtype
+        if name not in self._views:
+            nbytes = math.prod(shape) * dtype.itemsize
+            self._views[name] = self._memory[begin : begin + nbytes].view(dtype).view(shape)
+        return self._views[name]
+
+    def _push(
+        self, source: int, pitch: int, to: int, to_pitch: int, rows: int, nbytes: int, stream: int
+    ) -> None:
+        """Copy rows of so many bytes between addresses; a pitch is the distance of two rows."""
+        if pitch == to_pitch == nbytes:  # all rows are one
+            pitch = to_pitch = nbytes = rows * nbytes
             rows = 1
-        copy.srcDevice, copy.srcPitch, copy.dstDevice, copy.dstPitch = piece.data_ptr(), pitch, to, row_bytes
+        copy = self._copy
+        copy.srcDevice, copy.srcPitch, copy.dstDevice, copy.dstPitch = source, pitch, to, to_pitch
         copy.WidthInBytes, copy.Height = nbytes, rows
         _check(_driver().cuMemcpy2DAsync(copy, stream))
 
@@ -232,6 +240,7 @@ class Mailbox:
         dist.barrier(group=self._group)
         _cuda.synchronize(self._device)
         self._memory, self._places = self._shared(_SLOTS * nbytes)
+        self._views.clear()
         self._nbytes = nbytes
 
 
@@ -241,10 +250,11 @@ class _Work(NamedTuple):
     wait: Callable[[], None]
 
 
-def _dense(piece: Tensor) -> Tensor:
-    """Rows that are contiguous, each by itself."""
-    dense = tuple(math.prod(piece.shape[axis + 1 :]) for axis in range(1, piece.dim()))
-    return piece if piece.stride()[1:] == dense else piece.contiguous()
+def _dense(pieces: Sequence[Tensor]) -> list[Tensor]:
+    """Rows of equal shape that are contiguous, each by itself."""
+    shape = pieces[0].shape
+    dense = tuple([math.prod(shape[axis + 1 :]) for axis in range(1, len(shape))])
+    return [piece if piece.stride()[1:] == dense else piece.contiguous() for piece in pieces]
 
 
 # ---- the watch over waits that cannot end by themselves

@@ -306,24 +306,25 @@ class GatheredAttention:
 
     def gather(self, k: Any, v: Any, first: int, stride: int, width: int | None = None) -> Pending:
         """Start to gather the heads of a stride, so many at a time; all if that is not given."""
-        heads = slice(first, first + stride)
-        pieces = [[x[:rows, heads] for rows in self._outgoing.rows] for x in (k, v)]
+        arrays = (k, v) if stride >= k.shape[1] else (x[:, first : first + stride] for x in (k, v))
+        pieces = [[x[:rows] for rows in self._outgoing.rows] for x in arrays]
         taken = self._incoming
         what = "gather of keys and values"
         return swap(pieces, taken.rows, taken.begins, taken.most, self.group, what, width)
 
     def _send(self, places: Sequence[Rows], theirs: list[tuple[Any, Any]], keys: Any) -> Pending:
         """Start to send every rank the gradients of its keys; `keys` are none of this stride."""
-        rows, back = self._incoming.rows, self._outgoing
-        pieces = [_blocks(rows, places, [found[n] for found in theirs], keys) for n in (0, 1)]
+        spans, back = self._incoming.spans, self._outgoing
+        pieces = [_blocks(spans, places, [found[n] for found in theirs], keys) for n in (0, 1)]
         return swap(pieces, back.rows, back.begins, back.most, self.group, "exchange of gradients")
 
     def _take(self, sending: Pending, own: _Own, results: tuple[Any, Any]) -> None:
         """Add what has come to a rank's own gradients."""
-        rows, buffers = self._outgoing.rows, sending.wait()
+        buffers = sending.wait()
+        spans = [span for span in self._outgoing.spans if span.stop > span.start] or [slice(0, 0)]
         for portion, sums in own:
             for total, buffer, result in zip(sums, buffers, results, strict=True):
-                *first, last = buffer[:, portion].split(rows)
+                *first, last = (buffer[span, portion] for span in spans)
                 for piece in first:
                     total[: len(piece)] += piece
                 put_sum(result[:, portion], total, slice(0, len(last)), last)
@@ -337,6 +338,8 @@ class _Counts(NamedTuple):
     ----------
     rows : list of int
         From each rank.
+    spans : list of slice
+        Where they lie.
     begins : list of int
         Where in the buffer of each rank what this one sends begins.
     most : int
@@ -344,6 +347,7 @@ class _Counts(NamedTuple):
     """
 
     rows: list[int]
+    spans: list[slice]
     begins: list[int]
     most: int
 
@@ -368,13 +372,13 @@ def _query_heads(heads: slice, q: Any, k: Any) -> slice:
 
 def _counts(takes: NDArray[np.int64], rank: int) -> _Counts:
     """What a rank gets if rank r takes takes[r, s] rows from rank s."""
-    return _Counts(takes[rank].tolist(), takes[:, :rank].sum(1).tolist(), int(takes.sum(1).max()))
+    ends, rows = np.cumsum(takes[rank]).tolist(), takes[rank].tolist()
+    spans = [slice(end - n, end) for end, n in zip(ends, rows, strict=True)]
+    return _Counts(rows, spans, takes[:, :rank].sum(1).tolist(), int(takes.sum(1).max()))
 
 
-def _blocks(counts: list[int], places: Sequence[Rows], found: list[Any], like: Any) -> list[Any]:
+def _blocks(spans: list[slice], places: Sequence[Rows], found: list[Any], like: Any) -> list[Any]:
     """Gradients of the rows of the buffer, rank by rank: views where one part has all that a rank gets."""
-    ends = np.cumsum(counts).tolist()
-    spans = [slice(end - rows, end) for end, rows in zip(ends, counts, strict=True)]
     views: list[Any] = []
     for span in spans:
         for keys, x in zip(places, found, strict=True):
@@ -384,10 +388,10 @@ def _blocks(counts: list[int], places: Sequence[Rows], found: list[Any], like: A
         else:
             if span.start < span.stop:
                 break
-            views.append(filled((0, *like.shape[1:]), 0.0, like))
+            views.append(found[0][:0] if found else filled((0, *like.shape[1:]), 0.0, like))
     if len(views) == len(spans):
         return views
-    total = filled((ends[-1], *like.shape[1:]), 0.0, like)
+    total = filled((spans[-1].stop, *like.shape[1:]), 0.0, like)
     for keys, x in zip(places, found, strict=True):
         add_rows(total, keys, x)
     return [total[span] for span in spans]

@@ -44,11 +44,15 @@ class Options(NamedTuple):
 
 
 def rows_of(x: Any, rows: Rows) -> Any:
-    """Rows of a tensor: a view for a slice, else a copy."""
+    """Rows of a tensor: itself for all, a view for a slice, else a copy."""
+    if isinstance(rows, slice) and rows == ALL:
+        return x
     return x[rows] if isinstance(rows, slice) else x.index_select(0, on_device(rows, x.device))
 
 
 def _columns_of(lse: Any, rows: Rows) -> Any:
+    if isinstance(rows, slice) and rows == ALL:
+        return lse
     return lse[:, rows] if isinstance(rows, slice) else lse.index_select(1, on_device(rows, lse.device))
 
 
