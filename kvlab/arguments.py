@@ -15,7 +15,7 @@ from typing import Any
 LONGEST = 2**31 - 1
 """Largest length and window: kernels count in 32 bits."""
 
-__all__ = ["choice", "flag", "number", "refuse_unsupported", "sides_of_window", "whole_number"]
+__all__ = ["choice", "flag", "number", "positive", "refuse_unsupported", "sides_of_window", "whole_number"]
 
 
 def whole_number(value: Any, name: str, least: int | None = None, most: int | None = None) -> int:
@@ -64,6 +64,22 @@ def whole_number(value: Any, name: str, least: int | None = None, most: int | No
         limits = f"be at least {least}" if most is None else f"lie between {least} and {most}"
         raise ValueError(f"{name}={value!r} must {limits}")
     return found
+
+
+def positive(text: str) -> int:
+    """Return a whole number from 1 on that is an option's value, for argparse, which names the option.
+
+    Examples
+    --------
+    >>> positive("8")
+    8
+    """
+    from argparse import ArgumentTypeError
+
+    count = int(text)
+    if count < 1:
+        raise ArgumentTypeError(f"{count} is not supported: it must be 1 or more")
+    return count
 
 
 def number(value: Any, name: str, least: float = -math.inf, most: float = math.inf) -> float:

@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 from kvlab import parallel
+from kvlab.arguments import positive
 from kvlab.ops.attention import attention_varlen
 from kvlab.ops.attention_backward import attention_varlen_backward
 from kvlab.parallel.collectives import largest, on_device, process_group, random_inputs
@@ -33,15 +34,21 @@ def main(arguments: list[str] | None = None) -> int:
         description="Compare attention on several ranks with attention on one device.",
         epilog="example: torchrun --nproc_per_node=2 -m kvlab.parallel.check --tokens 4096",
     )
-    parser.add_argument("--tokens", type=int, default=1024, help="tokens of a rank (1024)")
-    parser.add_argument("--heads", type=int, nargs=2, default=(8, 2), help="query and KV heads (8 2)")
-    parser.add_argument("--head-dim", type=int, default=64, help="channels of a head (64)")
-    parser.add_argument("--stride", type=int, default=1, help="KV heads that are gathered at once (1)")
+    parser.add_argument("--tokens", type=positive, default=1024, help="tokens of a rank (1024)")
+    parser.add_argument("--heads", type=positive, nargs=2, default=(8, 2), help="query and KV heads (8 2)")
+    parser.add_argument("--head-dim", type=positive, default=64, help="channels of a head (64)")
+    parser.add_argument("--stride", type=positive, default=1, help="KV heads that are gathered at once (1)")
     parser.add_argument(
         "--dtype", choices=sorted(LIMITS), nargs="+", help="one or more; bfloat16 on GPUs, float32 on CPUs"
     )
     parser.add_argument("--timeout", type=float, default=60, help="seconds until a silent rank ends all (60)")
     options = parser.parse_args(arguments)
+    if options.heads[0] % options.heads[1]:
+        parser.error(
+            f"--heads {' '.join(map(str, options.heads))}: query heads must be a multiple of KV heads"
+        )
+    if options.stride > options.heads[1]:
+        parser.error(f"--stride {options.stride}: there are {options.heads[1]} KV heads to gather")
     with process_group(datetime.timedelta(seconds=options.timeout)) as (rank, size, device):
         dtypes = options.dtype or ["bfloat16" if device.startswith("cuda") else "float32"]
         right = [_is_right(options, dtype, rank, size, device) for dtype in dtypes]

@@ -49,6 +49,32 @@ def test_a_wrong_function_is_seen(
     assert "zigzag_llama3 right" in text
 
 
+def test_several_dtypes_and_lengths(capsys: pytest.CaptureFixture[str]) -> None:
+    """Chunks of a multiple of 8 tokens and others: a GPU has a kernel for the first alone."""
+    assert check.main(["--tokens", "60", "--head-dim", "8", "--dtype", "float16", "bfloat16"]) == 0
+    text = capsys.readouterr().out
+    for dtype in ("float16", "bfloat16"):
+        assert f"1 ranks, 60 tokens, {dtype}: all right" in text
+    for lengths in ("60", "16, 44", "20, 40"):
+        assert text.count(f"lengths {lengths}\n") == 2 * len(check.FUNCTIONS)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--tokens", "0"], "--tokens: 0 is not supported: it must be 1 or more"),
+        (["--heads", "7", "2"], "--heads 7 2: query heads must be a multiple of KV heads"),
+        (["--stride", "3"], "--stride 3: there are 2 KV heads to gather"),
+    ],
+)
+def test_options_that_fit_no_input_are_refused(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        check.main(options)
+    assert words in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("is_late", [False, True])
 def test_no_thread_of_a_group_outlives_it(is_late: bool) -> None:
     """Late: what `process_group` imports before it joins is imported behind; then threads stay, which shows

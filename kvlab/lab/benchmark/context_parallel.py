@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from kvlab import parallel
+from kvlab.arguments import positive
 from kvlab.lab.results import provenance
 from kvlab.ops.attention import attention_varlen
 from kvlab.ops.attention_backward import attention_varlen_backward
@@ -430,14 +431,6 @@ def _print(head: str, found: dict[str, Any]) -> None:
     print(f"{head}:\n{''.join(numbers)}", end="", flush=True)
 
 
-def _positive(text: str) -> int:
-    """A whole number from 1 on, for argparse, which names the option."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not supported: it must be 1 or more")
-    return number
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark from a shell."""
     parser = argparse.ArgumentParser(
@@ -446,12 +439,12 @@ def main(arguments: list[str] | None = None) -> int:
         epilog="example: torchrun --nproc_per_node=2 -m kvlab.parallel.benchmark --output cp.json",
     )
     parser.add_argument(
-        "--tokens", type=_positive, nargs="+", default=(8192, 16384), help="tokens of a rank (8192 16384)"
+        "--tokens", type=positive, nargs="+", default=(8192, 16384), help="tokens of a rank (8192 16384)"
     )
     parser.add_argument("--sets", choices=sorted(SETS), nargs="+", default=("fixed",), help="lengths (fixed)")
-    parser.add_argument("--heads", type=_positive, nargs=2, default=(32, 8), help="query and KV heads (32 8)")
-    parser.add_argument("--head-dim", type=_positive, default=128, help="channels of a head (128)")
-    parser.add_argument("--stride", type=_positive, default=4, help="KV heads that are gathered at once (4)")
+    parser.add_argument("--heads", type=positive, nargs=2, default=(32, 8), help="query and KV heads (32 8)")
+    parser.add_argument("--head-dim", type=positive, default=128, help="channels of a head (128)")
+    parser.add_argument("--stride", type=positive, default=4, help="KV heads that are gathered at once (4)")
     parser.add_argument("--implementation", choices=("separate", "listed", "paired"), help="see the function")
     parser.add_argument(
         "--dtype", choices=("float32", "float16", "bfloat16"), help="bfloat16 on GPUs, else float32"
@@ -463,7 +456,7 @@ def main(arguments: list[str] | None = None) -> int:
         default=PEERS,
         help=f"run beside, where they can ({' '.join(PEERS)})",
     )
-    parser.add_argument("--repeats", type=_positive, default=5, help="rounds (5)")
+    parser.add_argument("--repeats", type=positive, default=5, help="rounds (5)")
     parser.add_argument("--seconds", type=float, default=0.2, help="of a loop, at least (0.2)")
     parser.add_argument(
         "--timeout", type=float, default=120, help="seconds until a silent rank ends all (120)"
