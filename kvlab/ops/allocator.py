@@ -98,21 +98,21 @@ def allocate(
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; supported are {', '.join(map(repr, METHODS))}")
     losses, costs, ceilings = _checked(loss, cost, ceiling)
-    room = _free_bytes(len(losses), costs, budget)
+    free_bytes = _free_bytes(len(losses), costs, budget)
     if len(losses) == 0 or len(costs) == 1:
         return np.zeros(len(losses), np.int64)
     if method == "uniform":
-        return _uniform(costs, ceilings, room)
+        return _uniform(costs, ceilings, free_bytes)
 
     slope, step_cost, target = loops.hull_steps(losses, costs, ceilings)
-    price_bits = loops.break_price(slope.view(np.int64).ravel(), step_cost.ravel(), room)
+    price_bits = loops.break_price(slope.view(np.int64).ravel(), step_cost.ravel(), free_bytes)
     price = float(np.int64(price_bits).view(np.float64))
-    base, left = loops.climb(slope, step_cost, target, price, room)
+    base, left = loops.climb(slope, step_cost, target, price, free_bytes)
     rung: Ints = base.copy()
     loops.fill(rung, losses, costs, ceilings, left)
     if method == "dp" and price > 0:
         _move_to_optimum(rung, base, losses, costs, ceilings, left, price)
-        loops.fill(rung, losses, costs, ceilings, room - int(np.sum(costs[rung] - costs[0])))
+        loops.fill(rung, losses, costs, ceilings, free_bytes - int(np.sum(costs[rung] - costs[0])))
     return rung
 
 
@@ -177,21 +177,22 @@ def _free_bytes(pages: int, cost: Ints, budget: SupportsIndex) -> int:
     return min(free, pages * int(cost[-1] - cost[0]))
 
 
-def _uniform(cost: Ints, ceiling: Ints, room: int) -> Ints:
+def _uniform(cost: Ints, ceiling: Ints, free_bytes: int) -> Ints:
     for rung in range(len(cost) - 1, 0, -1):
         chosen = np.minimum(ceiling, rung)
-        if np.sum(cost[chosen] - cost[0]) <= room:
+        if np.sum(cost[chosen] - cost[0]) <= free_bytes:
             return chosen
     return np.zeros_like(ceiling)
 
 
 def _move_to_optimum(
-    rung: Ints, base: Ints, loss: Floats, cost: Ints, ceiling: Ints, room: int, price: float
+    rung: Ints, base: Ints, loss: Floats, cost: Ints, ceiling: Ints, free_bytes: int, price: float
 ) -> None:
     """Replace the feasible solution `rung` by an optimal one, in place.
 
     Every solution is the Lagrangian solution `base` and moves of pages away from it. It saves what the linear
-    bound saves, ``price * room``, less the shortfall of its moves and less the price of the bytes it leaves.
+    bound saves, ``price * free_bytes``, less the shortfall of its moves and less the price of the bytes it
+    leaves.
     """
     base_loss = loss[np.arange(len(loss)), base]
     best = float(np.sum(base_loss - loss[np.arange(len(loss)), rung]))
@@ -201,26 +202,26 @@ def _move_to_optimum(
     shortfall = np.maximum(price * spent - saved, 0)
     shortfall[(np.arange(len(cost)) > ceiling[:, None]) | (spent == 0)] = np.inf
     while True:
-        shortfall[shortfall >= price * room - best - tolerance] = np.inf
+        shortfall[shortfall >= price * free_bytes - best - tolerance] = np.inf
         left = np.unique(spent[shortfall < np.inf])
         if len(left) == 0:
             return
         unit = math.gcd(*left.tolist())
-        if room % unit == 0:
+        if free_bytes % unit == 0:
             break
-        room -= (
-            room % unit
+        free_bytes -= (
+            free_bytes % unit
         )  # sums of moves are multiples of the unit: a tighter bound, which may strike out more
 
     smallest = shortfall.min(axis=1)
     core = np.flatnonzero(smallest < np.inf)
     core = core[np.lexsort((base[core], *shortfall[core].T, smallest[core]))]
     copies = _equal_pages_before(shortfall[core], base[core])
-    most_moves = (max(room, left[-1]) - min(0, left[0])) // unit
+    most_moves = (max(free_bytes, left[-1]) - min(0, left[0])) // unit
     order = np.lexsort((copies, smallest[core]))  # by smallest shortfall; then one page of each kind in turn
     core = core[order[copies[order] < most_moves]]
     moves, complete = loops.search_core(
-        spent[core], saved[core], shortfall[core], room, price, best, tolerance, MAX_STATES
+        spent[core], saved[core], shortfall[core], free_bytes, price, best, tolerance, MAX_STATES
     )
     if not complete:
         raise OutOfMemory(
@@ -237,8 +238,8 @@ def _equal_pages_before(shortfall: Floats, base: Ints) -> Ints:
 
     They are interchangeable, so only as many of a kind are needed as an optimal solution has moves. Moves
     whose bytes cancel can be left out. The rest can be ordered such that the running sum of their bytes stays
-    between the largest refund of a move and the largest expense (or the room), and takes no multiple of the
-    unit twice.
+    between the largest refund of a move and the largest expense (or all free bytes), and takes no multiple of
+    the unit twice.
     """
     index = np.arange(len(base))
     new = np.ones(len(base), np.bool_)

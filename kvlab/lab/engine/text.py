@@ -88,8 +88,8 @@ class Chat:
             If the talk would be longer than it may be.
         """
         ids = self._turn(line)
-        room = self._decoder.max_seqlen - int(self._decoder.lengths[0]) - len(ids)
-        if room < 1:
+        tokens_left = self._decoder.max_seqlen - int(self._decoder.lengths[0]) - len(ids)
+        if tokens_left < 1:
             raise ValueError(
                 f"max_seqlen={self._decoder.max_seqlen}: the talk is that long; begin another, with more"
             )
@@ -98,7 +98,7 @@ class Chat:
         begin = time.perf_counter()
 
         def tokens() -> Iterator[list[int | None]]:
-            stream = self._decoder.stream(min(max_new_tokens, room), stop=self._ends, **sampling)
+            stream = self._decoder.stream(min(max_new_tokens, tokens_left), stop=self._ends, **sampling)
             for token, *_ in stream:
                 said.append(int(token or 0))
                 self._count, self._seconds = len(said), time.perf_counter() - begin

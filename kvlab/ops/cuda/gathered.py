@@ -32,7 +32,7 @@ from kvlab.ops.attention_arguments import (
     is_aligned,
     is_capped,
 )
-from kvlab.ops.attention_call import scores_of
+from kvlab.ops.attention_call import MAX_GROUPS, scores_of
 from kvlab.ops.cuda.attention_sm90 import CAPPED_SHAPES, shared_bytes
 from kvlab.ops.cuda.run_list import OWN, Runs, RunTiling, even_order, run_table, tiles_of_runs
 from kvlab.ops.cuda.tile_list import (
@@ -50,18 +50,17 @@ SHAPES = CAPPED_SHAPES  # with two warpgroups: what loads runs takes registers, 
 BOXES = 32, 8  # rows of copies where a tile of keys has several runs
 
 _WORK_OF_TILE = 1  # beside that for its keys, counted in tiles of keys
-_MOST_RANKS = 32  # a bit each
-_MOST_GROUPS = 16  # that the kernel has tensor maps for
+_MAX_RANKS = 32  # a bit each
 _KEY_MAPS = 2 * (1 + len(BOXES))  # of K, and of V
 _CALL = Struct(
     lse=ADDRESS, lse_batch="q", lse_head="q", parts=ADDRESS, arrivals=ADDRESS, runs=ADDRESS, arrived=ADDRESS,
     first_arrival="I", heads_of_piece="i", last_piece="i",
-    **{f"first_row{g}": "i" for g in range(_MOST_GROUPS)}, unused="i",
+    **{f"first_row{g}": "i" for g in range(MAX_GROUPS)}, unused="i",
     list=ADDRESS, semaphore=ADDRESS,
     **dict.fromkeys(("variable", "pack", "positions", "reciprocal", "dim", "left", "right"), "i"),
     **dict.fromkeys(("scale", "softcap"), "f"),
 )  # fmt: skip
-_NUM_MAPS = _MOST_GROUPS + 2 * _KEY_MAPS + 1
+_NUM_MAPS = MAX_GROUPS + 2 * _KEY_MAPS + 1
 _FIRST_WORD = MAP_WORDS * _NUM_MAPS
 _LSE, _RUNS, _ARRIVED, _FIRST_ARRIVAL, _LAST_PIECE, _LIST, _SEMAPHORE = (
     _FIRST_WORD + _CALL.word(name)
@@ -118,7 +117,7 @@ def _prepare(kinds: tuple[Kind, ...], runs: Runs, scale: float | None) -> _Prepa
         and all(map(can_be_mapped, views))
         and not is_capped(scores_of(views[0].shape[-1], (True, scale, -1, -1, 0.0)))
         and not (runs.lengths % BOXES[-1]).any()
-        and runs.places[..., 1].max(initial=OWN) < _MOST_RANKS
+        and runs.places[..., 1].max(initial=OWN) < _MAX_RANKS
     )
     return _Prepared(kinds, views, runs, scale) if suits else None
 
@@ -152,7 +151,7 @@ class _Prepared:
         self._stream = stream_of(kinds[0])
         of_call = _CALL.array(
             {name: fields[name] for name in ("dim", "left", "right", "scale", "softcap")}
-            | dict.fromkeys([f"first_row{g}" for g in range(_MOST_GROUPS)], 0)
+            | dict.fromkeys([f"first_row{g}" for g in range(MAX_GROUPS)], 0)
             | dict.fromkeys(("lse_batch", "first_arrival", "heads_of_piece", "last_piece", "unused"), 0)
             | {"lse_head": total, "variable": 1}
             | {"pack": pack, "positions": positions, "reciprocal": -(-65536 // pack)}
@@ -165,14 +164,14 @@ class _Prepared:
         of_keys = [encoder_of(x, rows) for x in views[1:] for rows in (block_n, *BOXES)]
         groups = len(runs.counts)
         # Of K its own maps, long boxes first, and those of the keys that come; then those of V.
-        behind = [_MOST_GROUPS + n for n in (0, 1, 2, 6, 7, 8, 3, 4, 5, 9, 10, 11)]
+        behind = [MAX_GROUPS + n for n in (0, 1, 2, 6, 7, 8, 3, 4, 5, 9, 10, 11)]
         places = [*range(groups), *behind, _NUM_MAPS - 1]
         self._groups, self._heads_kv = groups, heads_kv
         self._maps = TensorMaps(
             self._words, *[of_q] * groups, *of_keys, encoder_of(out, positions, pack), places=places
         )
         macros = {"HEAD_DIM": head_dim, "BLOCK_N": block_n, "GROUPS": entries, "Q_SLOTS": q_slots}
-        macros |= {"BF16": int(q.dtype == "bfloat16"), "SOFTCAP": 0, "QUERY_GROUPS": _MOST_GROUPS}
+        macros |= {"BF16": int(q.dtype == "bfloat16"), "SOFTCAP": 0, "QUERY_GROUPS": MAX_GROUPS}
         kernel = load(build("attention/forward_sm90", macros | {"GATHERED": 1}, "sm_90a"), device=device)
         self._launch = PreparedLaunch(
             kernel, (min(len(tiles), blocks),), (128 + 128 * entries,), argument,
