@@ -1,9 +1,10 @@
 """What ranks tell each other, through torch.distributed alone (NCCL on GPUs, gloo on CPUs).
 
-Each function starts a transfer and returns something to wait for, so that a rank computes meanwhile. `swap`
-goes by copy engines where it can (kvlab/parallel/copy_engines.py), for they leave all multiprocessors to
-attention. A rank that died, or that does not answer within the timeout of its process group, ends the call on
-all others with `RankError`, which names the transfer; where a GPU waits for it, it ends their processes.
+Each function starts a transfer and returns something to wait for, so that a rank computes meanwhile.
+`all_to_all` goes by copy engines where it can (kvlab/parallel/copy_engines.py), for they leave all
+multiprocessors to attention. A rank that died, or that does not answer within the timeout of its process
+group, ends the call on all others with `RankError`, which names the transfer; where a GPU waits for it, it
+ends their processes.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from kvlab.parallel.copy_engines import mailbox
 
 __all__ = [
     "Pending",
+    "all_to_all",
     "check_tensors",
     "device_of",
     "exchange",
@@ -40,7 +42,6 @@ __all__ = [
     "process_group",
     "put_sum",
     "random_inputs",
-    "swap",
     "with_gradients",
 ]
 
@@ -50,7 +51,8 @@ Tensor = torch.Tensor
 class Pending(NamedTuple):
     """A transfer under way: `result` holds its outcome once `wait` has returned it.
 
-    The outcome of `swap` is to be given back by `free` when all work that reads it is on the current stream.
+    The outcome of `all_to_all` is to be given back by `free` when all work that reads it is on the current
+    stream.
     """
 
     result: Any
@@ -70,7 +72,7 @@ class Pending(NamedTuple):
             If a rank of the group does not answer.
         """
         for work in self.works:
-            _told(work.wait, self.what)
+            _ending_in_rank_error(work.wait, self.what)
         if self.is_over:
             self.works.clear()
         return self.result
@@ -146,7 +148,7 @@ def place_of(group: Any) -> tuple[int, int]:
     return rank, dist.get_world_size(group)
 
 
-def swap(
+def all_to_all(
     outgoing: Sequence[Sequence[Tensor]],
     incoming: Sequence[int],
     begins: Sequence[int],
@@ -180,7 +182,9 @@ def swap(
     """
     box = mailbox(outgoing[0][0], group, what)
     if box is not None:
-        return Pending(*box.swap(outgoing, incoming, begins, most, what, width or outgoing[0][0].shape[1]))
+        return Pending(
+            *box.all_to_all(outgoing, incoming, begins, most, what, width or outgoing[0][0].shape[1])
+        )
     rank, _ = place_of(group)
     ends = np.cumsum(incoming).tolist()
     buffers, operations, keeps = [], [], []
@@ -215,11 +219,11 @@ def exchange(tensors: tuple[Tensor, ...], group: Any) -> Pending:
 
 
 def _start(begin: Callable[[], Any], result: Any, what: str, keeps: Any) -> Pending:
-    works = _told(begin, what)
+    works = _ending_in_rank_error(begin, what)
     return Pending(result, works, what, keeps, is_over=not result[0].is_cuda)
 
 
-def _told(call: Callable[[], Any], what: str) -> Any:
+def _ending_in_rank_error(call: Callable[[], Any], what: str) -> Any:
     try:
         return call()
     except (RuntimeError, dist.DistBackendError) as error:

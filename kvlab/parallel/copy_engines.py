@@ -138,11 +138,11 @@ class Mailbox:
         _cuda.synchronize(self._device)
         return made, list(handle.buffer_ptrs)
 
-    def swap(
+    def all_to_all(
         self, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[int], begins: Sequence[int], most: int,
         what: str, width: int,
     ) -> tuple[Any, list[Any], str, Any, Callable[[], None], bool, Arrival]:  # fmt: skip
-        """Start what `kvlab.parallel.collectives.swap` says; return the fields of its `Pending`."""
+        """Start what `kvlab.parallel.collectives.all_to_all` says; return the fields of its `Pending`."""
         like, driver, rank = outgoing[0][0], _driver(), self._rank
         itemsize, columns = like.element_size(), like.shape[1]
         column_bytes = itemsize * math.prod(like.shape[2:])

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from kvlab.ops.cuda.gathered import attend_runs
 from kvlab.ops.cuda.query_gradients import QueryGradients, Seen, begin_sum
-from kvlab.parallel.collectives import Pending, filled, joined, on_device, put_sum, swap
+from kvlab.parallel.collectives import Pending, all_to_all, filled, joined, on_device, put_sum
 from kvlab.parallel.lanes import Lanes
 from kvlab.parallel.layout import Plan, Rows
 from kvlab.parallel.parts import (
@@ -310,13 +310,13 @@ class GatheredAttention:
         pieces = [[x[:rows] for rows in self._outgoing.rows] for x in arrays]
         taken = self._incoming
         what = "gather of keys and values"
-        return swap(pieces, taken.rows, taken.begins, taken.most, self.group, what, width)
+        return all_to_all(pieces, taken.rows, taken.begins, taken.most, self.group, what, width)
 
     def _send(self, places: Sequence[Rows], theirs: list[tuple[Any, Any]], keys: Any) -> Pending:
         """Start to send every rank the gradients of its keys; `keys` are none of this stride."""
         spans, back = self._incoming.spans, self._outgoing
         pieces = [_blocks(spans, places, [found[n] for found in theirs], keys) for n in (0, 1)]
-        return swap(pieces, back.rows, back.begins, back.most, self.group, "exchange of gradients")
+        return all_to_all(pieces, back.rows, back.begins, back.most, self.group, "exchange of gradients")
 
     def _take(self, sending: Pending, own: _Own, results: tuple[Any, Any]) -> None:
         """Add what has come to a rank's own gradients."""
@@ -332,7 +332,7 @@ class GatheredAttention:
 
 
 class _Counts(NamedTuple):
-    """What a rank gets in a swap.
+    """What a rank gets from all others.
 
     Attributes
     ----------

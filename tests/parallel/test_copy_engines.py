@@ -169,7 +169,7 @@ def send_and_read(world: World, uses: int, *, frees: bool = True, width: int = 3
                     for part in (slice(0, 3), slice(3, 6))
                 ]
                 most = max(map(sum, counts))
-                sent = world.boxes[rank].swap(arrays, counts[rank], begins, most, "rows", width)
+                sent = world.boxes[rank].all_to_all(arrays, counts[rank], begins, most, "rows", width)
                 pending.append((use, sent))
             if use > 0:
                 number, (buffers, works, _, _, free, _, arrival) = pending.popleft()
