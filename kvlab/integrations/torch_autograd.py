@@ -11,20 +11,24 @@ float64, for `torch.autograd.gradcheck`, runs on the CPU by the reference.
 The log-sum-exp is for merging parts and has no gradient here; a second derivative is not offered either.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-import kvlab
 from kvlab.arguments import flag
-from kvlab.ops.attention_call import checked_options, longest_of
+from kvlab.ops.attention import attend
+from kvlab.ops.attention_backward import differentiate
+from kvlab.ops.attention_call import Options, checked_options, longest_of
 
 __all__ = ["attention", "attention_varlen", "with_contiguous_rows"]
 
 Two = tuple[torch.Tensor, torch.Tensor]
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Longest = tuple[int, int] | None
+Numbers = tuple[Longest, Options, bool]
+"""The longest lengths of a call of variable length, options, and whether gradients are deterministic."""
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -72,9 +76,8 @@ def attention(
     >>> v.grad.ravel()
     tensor([1., 1.])
     """
-    options = *checked_options(causal, scale, window, softcap), flag(deterministic, "deterministic")
-    out, lse = _run(_attend, _attention, with_contiguous_rows(q, k, v), *options)
-    return (out, lse) if flag(return_lse, "return_lse") else out
+    options = checked_options(causal, scale, window, softcap)
+    return _run(with_contiguous_rows(q, k, v), None, options, deterministic, return_lse)
 
 
 def attention_varlen(
@@ -124,11 +127,9 @@ def attention_varlen(
     tensor([[0., 0.],
             [1., 1.]])
     """
-    options = *checked_options(causal, scale, window, softcap), flag(deterministic, "deterministic")
+    options, longest = checked_options(causal, scale, window, softcap), longest_of(max_seqlen_q, max_seqlen_k)
     tensors = *with_contiguous_rows(q, k, v), cu_seqlens_q, cu_seqlens_k
-    longest = longest_of(max_seqlen_q, max_seqlen_k)
-    out, lse = _run(_attend_varlen, _varlen, tensors, *longest, *options)
-    return (out, lse) if flag(return_lse, "return_lse") else out
+    return _run(tensors, longest, options, deterministic, return_lse)
 
 
 def with_contiguous_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -141,21 +142,21 @@ def with_contiguous_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous() for x in tensors)
 
 
-def _options_of(causal: bool, scale: float | None, left: int, right: int, softcap: float) -> dict[str, Any]:
-    """Return keyword arguments of `kvlab.attention` for the options of an operator."""
-    return {"causal": causal, "scale": scale, "window": (left, right), "softcap": softcap}
-
-
 def _run(
-    function: Callable[..., Two], operator: Callable[..., Two], tensors: tuple[Any, ...], *numbers: Any
-) -> Two:
+    tensors: tuple[Any, ...], longest: Longest, options: Options, deterministic: bool, return_lse: bool
+) -> torch.Tensor | Two:
     """Compute in the cheapest way that torch can still differentiate and compile."""
+    numbers = longest, options, flag(deterministic, "deterministic")
+    return_lse = flag(return_lse, "return_lse")
     if _is_looked_at(tensors):
-        return operator(*tensors, *numbers)
+        operator = _attention if longest is None else _varlen
+        out, lse = operator(*tensors, *(longest or ()), *options, deterministic)
+        return (out, lse) if return_lse else out
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        recorded: Two = _Recorded.apply(function, *tensors, *numbers)  # type: ignore[no-untyped-call]
+        recorded: torch.Tensor | Two = _Recorded.apply(numbers, return_lse, *tensors)  # type: ignore[no-untyped-call]
         return recorded
-    return function(*tensors, *numbers)
+    found: torch.Tensor | Two = attend(tensors, longest, options, return_lse)
+    return found
 
 
 def _is_looked_at(tensors: tuple[Any, ...]) -> bool:
@@ -167,45 +168,67 @@ def _is_looked_at(tensors: tuple[Any, ...]) -> bool:
     )
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Two) -> None:
-    """Keep what `_differentiate` needs; inputs are tensors and behind them numbers."""
-    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
-    ctx.numbers = inputs[len(tensors) :]
+def _keep(ctx: Any, tensors: Sequence[torch.Tensor], numbers: Numbers, output: Two) -> None:
+    """Keep what `_gradients` needs."""
+    ctx.numbers = numbers
     ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
-    ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)  # else each backward fills a gradient of the log-sum-exp with zeros
 
 
-def _differentiate(ctx: Any, dout: torch.Tensor | None, _dlse: Any) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors
-    others = [None] * (len(saved) - 5 + len(ctx.numbers))
+def _gradients(ctx: Any, dout: torch.Tensor | None) -> tuple[Any, ...]:
+    """Gradients of the tensors that are kept, but for out and lse."""
+    q, k, v, *others = ctx.saved_tensors
+    behind = [None] * (len(others) - 2)
     if dout is None:
-        return None, None, None, *others
-    tensors = *with_contiguous_rows(dout), *saved
-    function, operator = (
-        (_attend_backward, _attention_backward)
-        if len(saved) == 5
-        else (_attend_varlen_backward, _varlen_backward)
-    )
-    return *(operator if _is_looked_at(tensors) else function)(*tensors, *ctx.numbers), *others
+        return None, None, None, *behind
+    longest, options, deterministic = ctx.numbers
+    (dout,) = with_contiguous_rows(dout)
+    if _is_looked_at((dout, q, k, v, *others)):
+        operator = _attention_backward if longest is None else _varlen_backward
+        return *operator(dout, q, k, v, *others, *(longest or ()), *options, deterministic), *behind
+    return *differentiate((q, k, v, dout, *others), longest, options, deterministic), *behind
 
 
-_differentiate_once = once_differentiable(_differentiate)  # for a backward that is itself recorded
+_gradients_once = once_differentiable(_gradients)  # for a backward that is itself recorded
 
 
 class _Recorded(torch.autograd.Function):
-    """Attention as a node of autograd: `function`, its tensors and numbers."""
+    """Attention as a node of autograd: its numbers, whether the log-sum-exp is wanted, and its tensors."""
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Two], *inputs: Any) -> Two:
-        output = function(*inputs)
-        _keep(ctx, inputs, output)
-        return output
+    def forward(ctx: Any, numbers: Numbers, return_lse: bool, *tensors: torch.Tensor) -> torch.Tensor | Two:
+        out, lse = attend(tensors, *numbers[:2], True)
+        _keep(ctx, tensors, numbers, (out, lse))
+        if not return_lse:
+            return out  # type: ignore[no-any-return]
+        ctx.mark_non_differentiable(lse)
+        return out, lse
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        differentiate = _differentiate_once if torch.is_grad_enabled() else _differentiate
-        return None, *differentiate(ctx, *gradients)
+    def backward(ctx: Any, dout: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
+        gradients = _gradients_once if torch.is_grad_enabled() else _gradients
+        return None, None, *gradients(ctx, dout)
+
+
+# ---- operators
+
+
+def _numbers_of(numbers: Sequence[Any]) -> Numbers:
+    """Return the numbers of an operator as functions have them."""
+    *longest, causal, scale, left, right, softcap, deterministic = numbers
+    pair = (longest[0], longest[1]) if longest else None
+    return pair, (causal, scale, left, right, softcap), deterministic
+
+
+def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Two) -> None:
+    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+    _keep(ctx, tensors, _numbers_of(inputs[len(tensors) :]), output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx: Any, dout: torch.Tensor | None, _dlse: Any) -> tuple[Any, ...]:
+    of_numbers = [None] * (6 if ctx.numbers[0] is None else 8)
+    return *_gradients(ctx, dout), *of_numbers
 
 
 # ---- fixed length
@@ -222,8 +245,7 @@ def _attend(
     softcap: float,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    options = _options_of(causal, scale, left, right, softcap)
-    out, lse = kvlab.attention(q, k, v, return_lse=True, **options)
+    out, lse = attend((q, k, v), None, (causal, scale, left, right, softcap), True)
     return out, lse
 
 
@@ -241,8 +263,9 @@ def _attend_backward(
     softcap: float,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    options = _options_of(causal, scale, left, right, softcap)
-    return kvlab.attention_backward(dout, q, k, v, out, lse, deterministic=deterministic, **options)
+    options = causal, scale, left, right, softcap
+    dq, dk, dv = differentiate((q, k, v, dout, out, lse), None, options, deterministic)
+    return dq, dk, dv
 
 
 _attention = torch.library.custom_op("kvlab::attention", torch.no_grad()(_attend), mutates_args=())
@@ -263,7 +286,7 @@ def _backward_shapes(dout: torch.Tensor, *inputs: Any) -> Three:
     return dq, dk, dv
 
 
-_attention.register_autograd(_differentiate, setup_context=_keep)
+_attention.register_autograd(_differentiate, setup_context=_set_up)
 
 
 # ---- variable length
@@ -284,9 +307,8 @@ def _attend_varlen(
     softcap: float,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    options = _options_of(causal, scale, left, right, softcap)
-    out, lse = kvlab.attention_varlen(q, k, v, *sequences, return_lse=True, **options)
+    options, longest = (causal, scale, left, right, softcap), (max_seqlen_q, max_seqlen_k)
+    out, lse = attend((q, k, v, cu_seqlens_q, cu_seqlens_k), longest, options, True)
     return out, lse
 
 
@@ -308,9 +330,10 @@ def _attend_varlen_backward(
     softcap: float,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    options = _options_of(causal, scale, left, right, softcap) | {"deterministic": deterministic}
-    return kvlab.attention_varlen_backward(dout, q, k, v, out, lse, *sequences, **options)
+    options, longest = (causal, scale, left, right, softcap), (max_seqlen_q, max_seqlen_k)
+    tensors = q, k, v, dout, out, lse, cu_seqlens_q, cu_seqlens_k
+    dq, dk, dv = differentiate(tensors, longest, options, deterministic)
+    return dq, dk, dv
 
 
 _varlen = torch.library.custom_op("kvlab::attention_varlen", torch.no_grad()(_attend_varlen), mutates_args=())
@@ -326,4 +349,4 @@ def _varlen_shapes(q: torch.Tensor, *_: Any) -> Two:
 
 
 _varlen_backward.register_fake(_backward_shapes)
-_varlen.register_autograd(_differentiate, setup_context=_keep)
+_varlen.register_autograd(_differentiate, setup_context=_set_up)

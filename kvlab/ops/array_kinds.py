@@ -56,10 +56,11 @@ def kinds_of(arrays: Sequence[Any], names: Sequence[str]) -> tuple[tuple[Kind, .
     """
     torch = sys.modules.get("torch")
     tensor, strided = (torch.Tensor, torch.strided) if torch is not None else ((), None)
+    records = torch is not None and torch.is_grad_enabled()
     kinds, addresses = [], []
     for x, name in zip(arrays, names, strict=True):
         if isinstance(x, tensor):
-            if x.requires_grad or x.layout is not strided or x.is_neg():
+            if (records and x.requires_grad) or x.layout is not strided or x.is_neg():
                 check_tensor(x, sys.modules["torch"], name)
             address = x.data_ptr()
             kinds.append((x.shape, x.stride(), x.dtype, x.device, address % ALIGNMENT))

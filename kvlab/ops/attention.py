@@ -30,7 +30,7 @@ from kvlab.ops.attention_call import (
 from kvlab.registry import ON_CUDA, ON_NUMBA, AtLeast, Implementation, choose, register, requirements_of, rows
 from kvlab.shapes import match_shapes
 
-__all__ = ["attention", "attention_varlen", "merge_attention", "merge_into"]
+__all__ = ["attend", "attention", "attention_varlen", "merge_attention", "merge_into"]
 
 _FLOATS = ("float16", "bfloat16", "float32")
 REQUIREMENTS: dict[str, Any] = {"dtype": _FLOATS, "head_dim": AtLeast(1)}
@@ -153,9 +153,7 @@ def attention(
     (array([0., 7.], dtype=float32), array([-inf,   2.], dtype=float32))
     """
     options = checked_options(causal, scale, window, softcap)
-    result: ArrayT | tuple[ArrayT, ArrayT] = _attend(
-        _FIXED, (q, k, v), None, options, return_lse, sm_margin, backend
-    )
+    result: ArrayT | tuple[ArrayT, ArrayT] = attend((q, k, v), None, options, return_lse, sm_margin, backend)
     return result
 
 
@@ -239,9 +237,7 @@ def attention_varlen(
         flag(return_lse, "return_lse")
         _attend_into(into, arrays, longest, options, sm_margin, backend)
         return into
-    result: ArrayT | tuple[ArrayT, ArrayT] = _attend(
-        _VARLEN, arrays, longest, options, return_lse, sm_margin, backend
-    )
+    result: ArrayT | tuple[ArrayT, ArrayT] = attend(arrays, longest, options, return_lse, sm_margin, backend)
     return result
 
 
@@ -262,7 +258,7 @@ def _attend_into(
     row = _row_into(call)
     if row is not None and row.launch(call, addresses):
         return
-    found = _attend(_VARLEN, arrays, longest, options, True, sm_margin, backend)
+    found = attend(arrays, longest, options, True, sm_margin, backend)
     merge_into(into, found, call.row.backend)
 
 
@@ -288,17 +284,18 @@ def _float32(x: Any) -> Any:
     return x.float() if hasattr(x, "float") else x.astype("float32")
 
 
-def _attend(
-    signature: Signature,
-    arrays: tuple[Any, ...],
+def attend(
+    arrays: Sequence[Any],
     longest: tuple[int, int] | None,
     options: Options,
     return_lse: bool,
-    sm_margin: int,
-    backend: str | None,
+    sm_margin: int = 0,
+    backend: str | None = None,
 ) -> Any:
+    """`attention` of q, k and v, or with `longest` `attention_varlen`; options and `longest` are checked."""
     return_lse = flag(return_lse, "return_lse")
     sm_margin = whole_number(sm_margin, "sm_margin", 0, LONGEST)
+    signature = _FIXED if longest is None else _VARLEN
     call, addresses = call_of(signature, arrays, backend, options, longest, sm_margin)
     with call.memory:
         if call.row.backend == "cuda":

@@ -14,6 +14,7 @@ References
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from kvlab.arguments import LONGEST, flag, whole_number
@@ -35,7 +36,7 @@ from kvlab.ops.attention_call import (
 )
 from kvlab.registry import Implementation, register
 
-__all__ = ["attention_backward", "attention_varlen_backward"]
+__all__ = ["attention_backward", "attention_varlen_backward", "differentiate"]
 
 _CPU = "kvlab.ops.cpu.attention_backward"
 
@@ -125,8 +126,8 @@ def attention_backward(
     (array([0., 0.], dtype=float32), array([5., 5.], dtype=float32))
     """
     options = checked_options(causal, scale, window, softcap)
-    gradients: tuple[ArrayT, ArrayT, ArrayT] = _differentiate(
-        _FIXED, (q, k, v, dout, out, lse), None, options, deterministic, float32_dk_dv, sm_margin, backend
+    gradients: tuple[ArrayT, ArrayT, ArrayT] = differentiate(
+        (q, k, v, dout, out, lse), None, options, deterministic, float32_dk_dv, sm_margin, backend
     )
     return gradients
 
@@ -189,26 +190,28 @@ def attention_varlen_backward(
     """
     options, longest = checked_options(causal, scale, window, softcap), longest_of(max_seqlen_q, max_seqlen_k)
     arrays = q, k, v, dout, out, lse, cu_seqlens_q, cu_seqlens_k
-    gradients: tuple[ArrayT, ArrayT, ArrayT] = _differentiate(
-        _VARLEN, arrays, longest, options, deterministic, float32_dk_dv, sm_margin, backend
+    gradients: tuple[ArrayT, ArrayT, ArrayT] = differentiate(
+        arrays, longest, options, deterministic, float32_dk_dv, sm_margin, backend
     )
     return gradients
 
 
-def _differentiate(
-    signature: Signature,
-    arrays: tuple[Any, ...],
+def differentiate(
+    arrays: Sequence[Any],
     longest: tuple[int, int] | None,
     options: Options,
     deterministic: bool,
-    float32_dk_dv: bool,
-    sm_margin: int,
-    backend: str | None,
+    float32_dk_dv: bool = False,
+    sm_margin: int = 0,
+    backend: str | None = None,
 ) -> Any:
+    """Gradients, given q, k, v, dout, out, lse and, with `longest`, cu_seqlens; options and `longest` are
+    checked."""
     deterministic = flag(deterministic, "deterministic")
     float32_dk_dv = flag(float32_dk_dv, "float32_dk_dv")
     extra = deterministic + FLOAT32_DK_DV * float32_dk_dv
     extra += SM_MARGIN * whole_number(sm_margin, "sm_margin", 0, LONGEST)
+    signature = _FIXED if longest is None else _VARLEN
     call, addresses = call_of(signature, arrays, backend, options, longest, extra)
     if float32_dk_dv and call.row.backend != "cuda" and call.dtype != "float32":
         raise NotImplementedError(
