@@ -12,7 +12,7 @@ the pages of one layer (`LayerPages`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import groupby, pairwise
@@ -40,6 +40,7 @@ __all__ = [
     "encode_importance",
     "new_pool",
     "prepared_frames",
+    "profile_names",
     "read_tokens",
     "side_formats",
     "width_number",
@@ -98,6 +99,18 @@ def width_number(width: Width) -> int:
     (4, '0x8422')
     """
     return width if isinstance(width, int) else int("".join(map(str, width)), 16)
+
+
+def profile_names(widths: Iterable[Width]) -> str:
+    """Return the profiles among widths of K as macros of kernels name them.
+
+    Examples
+    --------
+    >>> profile_names([(4, 2, 2, 0), (8, 8, 8, 8), 16])
+    'k4220k8888'
+    """
+    profiles = dict.fromkeys(width for width in widths if isinstance(width, tuple))
+    return "".join(f"k{width_number(profile):04x}" for profile in profiles)
 
 
 def _check_profile(profile: Profile, head_dim: int) -> None:

@@ -28,6 +28,7 @@ from kvlab.cache.store import STATE, DevicePages, DeviceStore, PagesOfRows, RowM
 from kvlab.ops.cuda import packed, plan, scores
 from kvlab.ops.cuda import pages as kernels
 from kvlab.ops.device_arrays import contiguous, copied
+from kvlab.pages import profile_names
 
 __all__ = ["GPU", "GpuExecutor", "GpuKernels"]
 
@@ -76,7 +77,7 @@ class GpuKernels:
         """Carry out the moves of a plan; see `kvlab.ops.cuda.pages.write_tokens`."""
         kernels.write_tokens(
             *self._of_store, self._states(first), lists, layers, groups, new, stream,
-            in_blocks=self.store.stores[first].in_blocks,
+            profiles=profile_names(rung.bits_k for rung in self.store.stores[first].ladder),
         )  # fmt: skip
 
     def copy_pages(self, first: int, layers: int, lists: int, copies: int, stream: int) -> None:

@@ -211,8 +211,9 @@ def search_block_step(
     next to the guess are compared, under and above it, and at head_dim 64, or from codes, then the next one
     on the side of the lesser error. An error is the sum of squares of `sizes_of` elements, whole numbers
     below 256; steps are rounded down to whole ones, of which half a grid does not exceed 255. Blocks of 8
-    bits count 16 times what sizes have beyond 256 steps, or beyond 255. Of equal errors the lower byte
-    counts, or the earlier one. A guess below half of the least step gives 0; the byte below is 3 at least.
+    bits count 16 times what their largest size has beyond 256 steps, or beyond 255. Of equal errors the lower
+    byte counts, or the earlier one. A guess below half of the least step gives 0; the byte below is 3 at
+    least.
 
     `largest`, (n,), is that of the blocks that have codes, finite, above 0 and not too large; `decoded`, (n,)
     or for all, says which elements come from codes.
@@ -235,7 +236,7 @@ def search_block_step(
             for b, width in enumerate(profile):
                 if width == 8:
                     reach = np.minimum(np.floor(step * np.float32(256)), 255)
-                    sums += WEIGHTS[b] * 16 * np.maximum(sizes[:, b] - reach, 0).sum(1)
+                    sums += WEIGHTS[b] * 16 * np.maximum(sizes[:, b].max(1) - reach[:, 0], 0)
                 elif width:
                     whole = np.minimum(np.floor(step * np.float32(FACTORS[width])), 255 >> (width - 1))
                     codes = grid_codes(sizes[:, b], np.maximum(whole, np.float32(0.5)), width)
@@ -261,19 +262,19 @@ def encode_blocks(
     `decoded`, (n,) or for all: which of them come from codes.
 
     A vector that is too large for the highest steps, with elements of 2**18 or nearly so, is halved until it
-    is not. One with NaN or infinity has step NaN; one whose blocks with codes are all zero has step 0.
+    is not. One with NaN or infinity in blocks with codes has step NaN; one that is zero there has step 0.
     """
     width = np.repeat(profile, x.shape[1] // BLOCKS)
     codes = np.where(width > 0, 1 << np.maximum(width - 1, 0), 0) + np.zeros(x.shape, np.int64)
     byte = np.zeros(len(x), np.uint8)
+    x = np.where(width > 0, x, np.float32(0))
     finite = np.isfinite(x).all(axis=1)
     byte[~finite] = NAN_STEP
-    coded = width > 0
-    usual = np.flatnonzero(finite & (x[:, coded] != 0).any(axis=1))
+    usual = np.flatnonzero(finite & (x != 0).any(axis=1))
     if not len(usual):
         return codes.astype(np.uint8), byte
     x = x[usual]
-    largest = np.abs(x[:, coded]).max(axis=1)
+    largest = np.abs(x).max(axis=1)
     down = np.minimum(_TOP - exponent_above(largest), 0)
     x, largest = times_power(x, down), np.ldexp(largest, down)
     found = search_block_step(x, profile, largest, np.broadcast_to(decoded, len(codes))[usual])

@@ -29,7 +29,7 @@ from kvlab.cache.ladder import LayerFormat, parse_bits
 from kvlab.cache.store import FRAME, UNIT, DeviceStore
 from kvlab.ops.cuda import pages as kernels
 from kvlab.ops.cuda.pages import WAITING_ENTRIES, WAITING_PAGES
-from kvlab.pages import NO_PAGE, TOKENS_PER_PAGE, PageLayout, encode_importance
+from kvlab.pages import NO_PAGE, TOKENS_PER_PAGE, PageLayout, encode_importance, profile_names
 from kvlab.reference.blocks import KeyFrame, decode_blocks, encode_blocks, profile_bits, rotate_in_blocks
 from kvlab.reference.codec import hadamard
 from kvlab.reference.pages import (
@@ -331,7 +331,7 @@ def run_moves(
         len(begins) - 1,
         fresh,
         0,
-        in_blocks=store.in_blocks,
+        profiles=profile_names(rung.bits_k for rung in store.ladder),
     )
     torch.cuda.synchronize()
 

@@ -164,59 +164,44 @@ __device__ __forceinline__ u32 first_of(u32 part) {
     return pair_fused(pair_product(part, 0x0c000c00u), 0x08000800u, 0x38003800u);  // part 2^-12 2^-13 + 1/2
 }
 
+// What makes numbers in units of half a cell codes, given the reciprocal of half a cell: a row's.
+template <int BITS>
+struct Grid {
+    // (y + 1/2) / cell + 2^(BITS - 1) - 1/2 is cut to 0 ... LAST and rounded to an integer: half of the unit
+    // of y keeps it away from halves (tests/kernels/test_grid_codes.py tries all numbers).
+    static constexpr float LAST = (1 << BITS) - 1;
+    static constexpr u32 LAST_HALF = BITS == 2 ? 0x4200 : BITS == 3 ? 0x4700 : 0x4b80;
+    u32 up, first;
+
+    __device__ __forceinline__ static float of_unit(float reciprocal) { return reciprocal * (.5f / LAST); }
+    __device__ __forceinline__ static Grid of(u32 up) { return {up, first_of(up)}; }
+    __device__ __forceinline__ u32 code(u32 y) const {
+        return pair_fused(pair_fused_cut(y, up, first), LAST_HALF * 0x10001u, LIFTED * 0x10001u);
+    }
+};
+
+// The same in float32, where half a number more keeps quotients away from integers.
+template <>
+struct Grid<8> {
+    static constexpr float ORIGIN = 1.5f * (1 << 23), HALF = .5f / (1 << 24);
+    float up, first;
+
+    __device__ __forceinline__ static Grid of(float up) { return {up, fmaf(HALF, up, 127.5f)}; }
+    __device__ __forceinline__ u32 rounded(u32 half) const {
+        return __float_as_uint(fmaf(half_bits_to_float(half), up, first) + ORIGIN);
+    }
+    __device__ __forceinline__ u32 codes(u32 y) const {
+        return __byte_perm(rounded(y & 0xffffu), rounded(y >> 16), 0x5410);
+    }
+    // The largest element may lie at the very end of the grid.
+    __device__ __forceinline__ u32 code(u32 y) const { return __vminu2(codes(y), 0x00ff00ffu); }
+};
+
 // The reciprocal, nearly.
 __device__ __forceinline__ float reciprocal_of(float x) {
     float r;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
     return r;
-}
-
-// Makes numbers of COUNT tiles codes of 8 bits: `factor` brings them to units of a step, of which
-// `reciprocal` is that of a step.
-template <int FIRST, int COUNT>
-__device__ __forceinline__ void to_many_codes(Vectors& x, float factor, float reciprocal, u32 lane) {
-    // In float32, where half a number more keeps quotients away from integers.
-    constexpr float ORIGIN = 1.5f * (1 << 23), HALF = .5f / (1 << 24);
-    const Two<u32> factors = of_both(pack_halves(factor, factor), lane),
-                   ups = of_both(__float_as_uint(.5f * reciprocal), lane);
-    const u32 by[2] = {factors.low, factors.high};
-    const float up[2] = {__uint_as_float(ups.low), __uint_as_float(ups.high)};
-    const float first[2] = {fmaf(HALF, up[0], 127.5f), fmaf(HALF, up[1], 127.5f)};
-#pragma unroll
-    for (int t = FIRST; t < FIRST + COUNT; ++t)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const u32 y = pair_product(x[t][i], by[i % 2]);
-            const auto code = [&](u32 half) {
-                return __float_as_uint(fmaf(half_bits_to_float(half), up[i % 2], first[i % 2]) + ORIGIN);
-            };
-            const u32 codes = __byte_perm(code(y & 0xffffu), code(y >> 16), 0x5410);
-#if IN_BLOCKS
-            x[t][i] = __vimin_s16x2_relu(codes, 0x00ff00ffu);  // a key may lie beyond the grid of its block
-#else
-            x[t][i] =
-                __vminu2(codes, 0x00ff00ffu);  // the largest element may lie at the very end of the grid
-#endif
-        }
-}
-
-// The same of fewer bits.
-template <int FIRST, int COUNT>
-__device__ __forceinline__ void to_few_codes(Vectors& x, float factor, float reciprocal, int bits, u32 lane) {
-    // (y + 1/2) / cell + 2^(bits - 1) - 1/2 is cut to 0 ... LAST and rounded to an integer: half of
-    // the unit of y keeps it away from halves (tests/kernels/test_grid_codes.py tries all numbers).
-    const float half_of_last = bits == 2 ? .5f / 3 : bits == 3 ? .5f / 7 : .5f / 15;
-    const u32 last = twice(bits == 2 ? 0x4200 : bits == 3 ? 0x4700 : 0x4b80);
-    const Two<u32> rows = of_both(pack_halves(factor, reciprocal * half_of_last), lane);
-    const u32 by[2] = {__byte_perm(rows.low, 0, 0x1010), __byte_perm(rows.high, 0, 0x1010)},
-              up[2] = {__byte_perm(rows.low, 0, 0x3232), __byte_perm(rows.high, 0, 0x3232)},
-              first[2] = {first_of(up[0]), first_of(up[1])};
-#pragma unroll
-    for (int t = FIRST; t < FIRST + COUNT; ++t)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            x[t][i] = pair_fused(pair_fused_cut(pair_product(x[t][i], by[i % 2]), up[i % 2], first[i % 2]),
-                                 last, LIFTED * 0x10001u);
 }
 
 // Makes numbers times `factor` codes for the step of this lane's row.
@@ -241,10 +226,26 @@ __device__ __forceinline__ void to_codes(Vectors& x, float factor, const Range& 
     }
     if (byte == 0) factor = 0.f;
     const float reciprocal = reciprocal_of(value * power_of_two(-24 - unit));
-    if constexpr (BITS == 8)
-        to_many_codes<0, TILES>(x, factor, reciprocal, lane);
-    else
-        to_few_codes<0, TILES>(x, factor, reciprocal, BITS, lane);
+    if constexpr (BITS == 8) {
+        const Two<u32> factors = of_both(pack_halves(factor, factor), lane),
+                       ups = of_both(__float_as_uint(.5f * reciprocal), lane);
+        const u32 by[2] = {factors.low, factors.high};
+        const Grid<8> grid[2] = {Grid<8>::of(__uint_as_float(ups.low)),
+                                 Grid<8>::of(__uint_as_float(ups.high))};
+#pragma unroll
+        for (int t = 0; t < TILES; ++t)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x[t][i] = grid[i % 2].code(pair_product(x[t][i], by[i % 2]));
+    } else {
+        const Two<u32> rows = of_both(pack_halves(factor, Grid<BITS>::of_unit(reciprocal)), lane);
+        const u32 by[2] = {__byte_perm(rows.low, 0, 0x1010), __byte_perm(rows.high, 0, 0x1010)};
+        const Grid<BITS> grid[2] = {Grid<BITS>::of(__byte_perm(rows.low, 0, 0x3232)),
+                                    Grid<BITS>::of(__byte_perm(rows.high, 0, 0x3232))};
+#pragma unroll
+        for (int t = 0; t < TILES; ++t)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x[t][i] = grid[i % 2].code(pair_product(x[t][i], by[i % 2]));
+    }
 }
 
 // Makes numbers codes; returns the byte of the step of this lane's row. STORED: rows may come from codes.

@@ -9,7 +9,7 @@
 // CTA: its warps start together, so the instruction cache holds what most of them need next. The code for a
 // page has 13 KiB; if it outgrew that cache, fetching it would take longer than running it.
 //
-// Macros: HEAD_DIM; BF16; IN_BLOCKS: whether the ladder has profiles.
+// Macros: HEAD_DIM; BF16; IN_BLOCKS: whether the ladder has profiles, and PROFILES, which.
 #include "common/async_copies.cuh"
 #include "pages/state.cuh"
 #include "pages/words.cuh"
@@ -225,12 +225,20 @@ __device__ __forceinline__ void store_page(int side, u8* codes, Vectors& x, cons
 }
 
 #if IN_BLOCKS
-__device__ __forceinline__ void store_page_of_keys(int profile, u8* codes, Vectors& x, const Loaded& loaded,
-                                                   const Frame& frame, u32 lane) {
-    const u32 byte = encode_keys(profile, x, loaded, frame, lane);
-    store_steps(codes, key_code_bytes(profile), byte, loaded, lane);
-    store_profile<true>((u32*)codes, x, profile, 0, lane);
-}
+struct StoreKeys {
+    u8* codes;
+    Vectors& x;
+    const Loaded& loaded;
+    const Frame& frame;
+    u32 lane;
+
+    template <u32 PROFILE>
+    __device__ __forceinline__ void of() const {
+        const u32 byte = encode_keys<PROFILE, false>(x, loaded, frame, lane);
+        store_steps(codes, key_code_bytes(PROFILE), byte, loaded, lane);
+        store_profile<true>((u32*)codes, x, PROFILE, 0, lane);
+    }
+};
 #endif
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
@@ -335,7 +343,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
                     rotate_integers(x, mine, nullptr, loaded, lane);
 #if IN_BLOCKS
                 if (side == KEYS)
-                    store_page_of_keys(bits, codes, x, loaded, space.frame, lane);
+                    with_profile(bits, StoreKeys{codes, x, loaded, space.frame, lane});
                 else
 #endif
                     KVLAB_FOR_WIDTH(bits, store_page<BITS>(side, codes, x, loaded, lane));
@@ -351,6 +359,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
 
 // gate: HEAD_DIM=128,64,80,96 BF16=1,0 registers<=128
 // gate: HEAD_DIM=256 BF16=1,0 registers<=255
-// gate: HEAD_DIM=128,64 BF16=1,0 IN_BLOCKS=1 registers<=128 arch=sm_90a,sm_100a
-// gate: HEAD_DIM=128,64 BF16=1,0 IN_BLOCKS=1 registers<=168 arch=sm_120a
-// gate: HEAD_DIM=256 BF16=1,0 IN_BLOCKS=1 registers<=255 arch=sm_90a,sm_100a,sm_120a
+// gate: HEAD_DIM=128,64 BF16=1,0 IN_BLOCKS=1 PROFILES=k4220k4422k8422k8444k8888 registers<=128
+// arch=sm_90a,sm_100a gate: HEAD_DIM=128,64 BF16=1,0 IN_BLOCKS=1 PROFILES=k4220k4422k8422k8444k8888
+// registers<=168 arch=sm_120a gate: HEAD_DIM=256 BF16=1,0 IN_BLOCKS=1 PROFILES=k4220k4422k8422k8444k8888
+// registers<=255 arch=sm_90a,sm_100a,sm_120a

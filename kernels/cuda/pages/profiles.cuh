@@ -2,7 +2,8 @@
 // where the codes of a block lie, those of neighbours of one width together (kvlab/reference/blocks.py
 // `runs_of`).
 //
-// In ladders with profiles CacheRung::bits_k is a profile, or 16.
+// In ladders with profiles CacheRung::bits_k is a profile, or 16. Kernels that encode keys are compiled for
+// those of a ladder: PROFILES names them, each as `k8422`.
 #pragma once
 
 #include "pages/codes.cuh"
@@ -17,6 +18,32 @@ constexpr int BLOCK_TILES = HEAD_DIM / 64;  // tiles of a block
 __host__ __device__ constexpr int width_of_block(u32 profile, int block) {
     return profile >> (12 - 4 * block) & 15;
 }
+
+#ifdef PROFILES
+#define KVLAB_TEXT(x) #x
+#define KVLAB_NAMES(x) KVLAB_TEXT(x)
+constexpr char PROFILE_NAMES[] = KVLAB_NAMES(PROFILES);
+constexpr int NUM_PROFILES = sizeof(PROFILE_NAMES) / 5;
+
+// Profile `i` of the ladder.
+__host__ __device__ constexpr u32 profile_at(int i) {
+    const char* const digits = PROFILE_NAMES + 5 * i;
+    return (digits[1] - '0') << 12 | (digits[2] - '0') << 8 | (digits[3] - '0') << 4 | (digits[4] - '0');
+}
+
+// f.of<profile>(); the profile is one of the ladder.
+template <int I = 0, class F>
+__device__ __forceinline__ void with_profile(u32 profile, const F& f) {
+    if constexpr (I + 1 == NUM_PROFILES) {
+        f.template of<profile_at(I)>();
+    } else {
+        if (profile == profile_at(I))
+            f.template of<profile_at(I)>();
+        else
+            with_profile<I + 1>(profile, f);
+    }
+}
+#endif
 
 // Half a cell in steps: `FACTORS`.
 __host__ __device__ constexpr int factor_of_width(int width) {

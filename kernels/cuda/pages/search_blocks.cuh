@@ -58,8 +58,8 @@ __device__ __forceinline__ float divided(float x, int down) {
 // Rotated elements: `of` times `unit`.
 struct Elements {
     float of[PER_LANE];
-    float unit, largest;  // the largest of all, in units
-    bool finite;
+    float unit;
+    bool finite;  // so far
 };
 
 __device__ __forceinline__ float largest_of_lanes(float x) {
@@ -77,19 +77,15 @@ __device__ __forceinline__ Elements rotate_in_blocks(const float (&raw)[PER_LANE
         for (int j = 0; j < PER_LANE; ++j) x[j] = scratch[places.channels[j]];
         __syncwarp();  // all have been read
     };
-    const Rotated rotated = is_key ? rotate_integers<KEY_ROTATION>(raw, mean, 1.f, arrange)
-                                   : rotate_integers<ROTATION_BLOCK>(raw, mean, 1.f, arrange);
+    const Rotated rotated = rotate_integers<true>(raw, mean, is_key, 1.f, arrange);
     Elements r;
-    float largest = 0.f;
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) {
         const u32 pair = rotated.numbers[j / 2];
         r.of[j] = half_bits_to_float(j % 2 ? pair >> 16 : pair & 0xffffu) * places.gains[j];
-        largest = fmaxf(largest, fabsf(r.of[j]));
     }
-    r.largest = largest_of_lanes(largest);
     r.unit = (float)(1 << 24) * rotated.factor;
-    r.finite = rotated.finite && r.largest * r.unit < __int_as_float(0x7f800000);
+    r.finite = rotated.finite;
     return r;
 }
 
@@ -119,9 +115,7 @@ __device__ __forceinline__ u32 error_of(const Elements& x, float to_sizes, float
         const int block = block_of(lane, j), width = width_of_block(PROFILE, block);
         const int size = (int)(integer_product(fabsf(x.of[j]), to_sizes) - ZERO);
         u32 error = 0;
-        if (width == 8) {
-            error = 16 * max(size - (int)fminf(step * 256.f, 255.f), 0);
-        } else if (width) {
+        if (width == 2 || width == 4) {
             const int s = (int)fminf(step * (float)factor_of_width(width), (float)(255 >> (width - 1)));
             int left = size;
             if (width == 4) left = abs(abs(left - 8 * s) - 4 * s);
@@ -140,7 +134,9 @@ __device__ __forceinline__ u32 encode_key(const Elements& x, bool is_key, int ra
                                           u32 (&codes)[PER_LANE], int lane) {
     float largest[KEY_BLOCKS], most = 0.f;
     if (PROFILE == ALL_OF_8) {
-        most = x.largest;
+#pragma unroll
+        for (int j = 0; j < PER_LANE; ++j) most = fmaxf(most, fabsf(x.of[j]));
+        most = largest_of_lanes(most);
     } else {
         largest_of_blocks<PROFILE>(x, largest, lane);
 #pragma unroll
@@ -148,7 +144,8 @@ __device__ __forceinline__ u32 encode_key(const Elements& x, bool is_key, int ra
     }
     const Range range = range_of(most * x.unit, is_key ? 4 : 8);  // that of 4 bits is that of all profiles
     u32 found, best = 0;
-    bool counts = x.finite && most > 0.f;
+    const bool finite = x.finite && most * x.unit < __int_as_float(0x7f800000);
+    bool counts = finite && most > 0.f;
     if constexpr (!is_searched(PROFILE)) {
         found = guess_of(range.counted, 0.f, 0.f, false, range.unit, 8);
     } else {
@@ -159,7 +156,9 @@ __device__ __forceinline__ u32 encode_key(const Elements& x, bool is_key, int ra
         counts &= guess >= LEAST_GUESS;
         const u32 lowest = below_guess(guess) - (HEAD_DIM < 128);
         const float in_units = power_of_two(-range.unit);
-        best = agree(error_of<PROFILE>(x, to_sizes, step_value(lowest + rank) * in_units, lane));
+        const u32 byte = lowest + rank;
+        best = agree(error_of<PROFILE>(x, to_sizes, step_value(byte) * in_units, lane) +
+                     error_beyond<PROFILE>(largest, byte, in_units));
         found = lowest + best;
     }
     if (rank == best) {
@@ -182,7 +181,7 @@ __device__ __forceinline__ u32 encode_key(const Elements& x, bool is_key, int ra
                 __float_as_uint(__fmaf_rd(part, (float)cells * (1.f - 1.f / 65536), TWO_23)) & (cells - 1);
         }
     }
-    return counts ? found : x.finite ? 0 : NAN_STEP;
+    return counts ? found : finite ? 0 : NAN_STEP;
 }
 
 // Writes the codes of a key whose blocks have several widths.

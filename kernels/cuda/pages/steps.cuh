@@ -142,4 +142,21 @@ __device__ __forceinline__ u32 guess_of_blocks(const float (&counted)[KEY_BLOCKS
     if (decoded) guess = __fmul_rn(guess, 17.f / 16);
     return pack_halves(guess * power_of_two(unit - 6), 0.f);
 }
+
+// What an error in each block counts.
+__host__ __device__ constexpr int weight_of_block(int block) {
+    return block == 0 ? 8 : block == 1 ? 2 : 1;
+}
+
+// What blocks of 8 bits add to the error of a step.
+template <u32 PROFILE>
+__device__ __forceinline__ int error_beyond(const float (&counted)[KEY_BLOCKS], u32 byte, float in_units) {
+    const float reach = truncf(fminf(step_value(byte) * in_units * 256.f, 255.f));
+    float beyond = 0.f;
+#pragma unroll
+    for (int b = 0; b < KEY_BLOCKS; ++b)
+        if (width_of_block(PROFILE, b) == 8)
+            beyond += (float)(16 * weight_of_block(b)) * fmaxf(rintf(counted[b]) - reach, 0.f);
+    return (int)beyond;
+}
 #endif

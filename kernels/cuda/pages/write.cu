@@ -11,7 +11,7 @@
 // next; 128 registers for four blocks a multiprocessor, up to 255 for two from compute capability 10.0 on,
 // where 128 are too few.
 //
-// Macros: HEAD_DIM; BF16; IN_BLOCKS: whether the ladder has profiles.
+// Macros: HEAD_DIM; BF16; IN_BLOCKS: whether the ladder has profiles, and PROFILES, which.
 #include "pages/copies.cuh"
 #include "pages/sources.cuh"
 
@@ -368,19 +368,27 @@ __device__ __forceinline__ void keep_key_codes(int profile, const u8* rows, cons
     }
 }
 
-__device__ __forceinline__ void encode_page_of_keys(Vectors& x, const Loaded& loaded, const Frame& frame,
-                                                    const u8* rows, const Row (&row)[2],
-                                                    const PageState& page, u32 lane) {
-    const int profile = page.to.bits;
-    const u32 byte = encode_keys(profile, x, loaded, frame, lane);
-    if (page.others) keep_key_codes(profile, rows, row, x, lane);
-    store_steps(byte, loaded.finite, profile, row, page, lane);
-    u32* const to = (u32*)page.to.codes;
-    if (page.mask == ALL_SLOTS)
-        store_profile<true>(to, x, profile, page.mask, lane);
-    else
-        store_profile<false>(to, x, profile, page.mask, lane);
-}
+struct EncodeKeys {
+    Vectors& x;
+    const Loaded& loaded;
+    const Frame& frame;
+    const u8* rows;
+    const Row (&row)[2];
+    const PageState& page;
+    u32 lane;
+
+    template <u32 PROFILE>
+    __device__ __forceinline__ void of() const {
+        const u32 byte = encode_keys<PROFILE, true>(x, loaded, frame, lane);
+        if (page.others) keep_key_codes(PROFILE, rows, row, x, lane);
+        store_steps(byte, loaded.finite, PROFILE, row, page, lane);
+        u32* const to = (u32*)page.to.codes;
+        if (page.mask == ALL_SLOTS)
+            store_profile<true>(to, x, PROFILE, page.mask, lane);
+        else
+            store_profile<false>(to, x, PROFILE, page.mask, lane);
+    }
+};
 #endif
 
 // Position and importance of a move's token.
@@ -507,7 +515,7 @@ extern "C" __global__ void __launch_bounds__(WRITE_THREADS, BLOCKS)
                     for (int i = 0; i < 2; ++i) row[i] = row_at(page, slot + i);
                     take_key_numbers(rows, row, x, loaded, lane);
                 }
-                encode_page_of_keys(x, loaded, *frame, rows, row, page, lane);
+                with_profile(page.to.bits, EncodeKeys{x, loaded, *frame, rows, row, page, lane});
             } else
 #endif
             {
@@ -561,4 +569,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 // gate: HEAD_DIM=128,64,80,96 BF16=1,0 registers<=255
 // gate: HEAD_DIM=256 BF16=1,0 registers<=255
-// gate: HEAD_DIM=128,64,256 BF16=1,0 IN_BLOCKS=1 registers<=255 arch=sm_90a,sm_100a,sm_120a
+// gate: HEAD_DIM=128,64,256 BF16=1,0 IN_BLOCKS=1 PROFILES=k4220k4422k8422k8444k8888 registers<=255
+// arch=sm_90a,sm_100a,sm_120a

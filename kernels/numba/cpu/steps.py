@@ -370,10 +370,8 @@ def _block_error(sizes, n, profile, blocks, byte, in_units):
     for block in range(blocks):
         width, first, sums = width_of_block(profile, block), block * each, splat(_ZERO)
         if width == 8:
-            reach = splat(min(np.floor(step * np.float32(256)), np.float32(255)))
-            for i in range(first, first + each, LANES):
-                sums = sums + maximum(splat(_ZERO), load(sizes, i) - reach)
-            error += 16 * _WEIGHTS[block] * np.int64(total(sums))
+            reach = min(np.floor(step * np.float32(256)), np.float32(255))
+            error += 16 * _WEIGHTS[block] * max(np.int64(_largest(sizes, first, each) - reach), 0)
             continue
         s = splat(min(np.floor(step * FACTORS[width]), np.float32(255 >> (width - 1))))
         s2 = s + s
@@ -426,12 +424,12 @@ def _search_in_blocks(x, start, n, profile, blocks, decoded, largest, exponent, 
 def _encode_in_blocks(x, start, profile, step, codes, sizes):
     """Make the codes of a key in blocks: as `encode_vector`, of which it is a case."""
     n, blocks = codes.size, coded_blocks(profile)
-    each, finite = n // 4, _largest(x, start, n)
+    each = n // 4
     largest = _largest(x, start, blocks * each)
     byte, exponent = 0, _exponent(largest * _ABOVE)
     if step >= 0:
         byte, exponent = step, 0
-    elif np.isnan(finite):
+    elif np.isnan(largest):
         byte = _NAN_STEP
     elif largest > _ZERO:
         byte = _search_in_blocks(x, start, n, profile, blocks, step == DECODED, largest, exponent, sizes)

@@ -23,7 +23,7 @@ from kvlab.jit.launch import Kernel, PreparedLaunch, cuda_kernel
 from kvlab.jit.structs import ADDRESS, Struct
 from kvlab.ops.device_arrays import dense_pointer, multiprocessors, shared_memory_per_block
 from kvlab.ops.packed_gpu import MAX_RUNGS, allocate_and_attend
-from kvlab.pages import QUAD, width_number
+from kvlab.pages import QUAD, profile_names, width_number
 
 if TYPE_CHECKING:
     from kvlab.ops.packed import Layout, Pages, Window
@@ -162,7 +162,7 @@ def _profiles(layouts: tuple[Layout, ...]) -> str:
             f"pages.layouts keep keys in profiles and in widths, bits_k {[x.bits_k for x in layouts]}; on a "
             "GPU all below 16 must be one or the other: write width 8 as the profile (8, 8, 8, 8)"
         )
-    return "".join(dict.fromkeys(f"k{width_number(layout.bits_k):04x}" for layout in in_blocks))
+    return profile_names(layout.bits_k for layout in layouts)
 
 
 @lru_cache(maxsize=256)

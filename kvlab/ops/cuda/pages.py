@@ -208,16 +208,17 @@ class AppendCall:
 
 def write_tokens(
     head_dim: int, dtype: str, device: int, states: int, lists: int, layers: int, groups: int, fresh: Any,
-    stream: int, *, in_blocks: bool = False,
+    stream: int, *, profiles: str = "",
 ) -> None:  # fmt: skip
     """Carry out the moves of `layers` lists of at most `groups` destination pages each.
 
     All moves to a page are of one (row, KV head). New tokens of a long prefill, whose cache is empty, have a
-    kernel of their own if their vectors can be copied in units of 16 bytes. Layers have one ladder; it has
-    profiles if keys are `in_blocks`.
+    kernel of their own if their vectors can be copied in units of 16 bytes. Layers have one ladder;
+    `profiles` are its `kvlab.pages.profile_names`.
     """
+    in_blocks = bool(profiles)
     if groups * layers >= _MANY_PAGES and _can_prefill(fresh):
-        kernel = _kernel("pages/prefill", "write_prefill", head_dim, dtype, device, in_blocks)
+        kernel = _kernel("pages/prefill", "write_prefill", head_dim, dtype, device, in_blocks, profiles)
         row = -(-2 * head_dim // 128) * 128
         own = 7 * head_dim + 1952 if in_blocks else 5 * head_dim + 1904
         each = -(-(own + TOKENS_PER_PAGE * row) // 128) * 128  # WarpSpace in pages/prefill.cu
@@ -229,7 +230,7 @@ def write_tokens(
         grid = _grid(-(-groups // (4 * warps)), layers, multiprocessors(device))
         kernel(grid, (32 * warps,), (states, lists, fresh), warps * each, stream)
         return
-    kernel = _kernel("pages/write", "write_tokens", head_dim, dtype, device, in_blocks)
+    kernel = _kernel("pages/write", "write_tokens", head_dim, dtype, device, in_blocks, profiles)
     blocks = _BLOCKS if fresh["k"] else _FEW_BLOCKS
     warps = _WRITE_THREADS // 32
     grid = _grid(-(-groups // warps), layers, blocks * multiprocessors(device))
@@ -362,18 +363,28 @@ def merge_rows(
 @lru_cache(maxsize=64)
 def _append_kernel(head_dim: int, dtype: str, top_k: int, top_v: int, device: int, in_blocks: bool) -> Kernel:
     macros = {"HEAD_DIM": head_dim, "BF16": int(dtype == "bfloat16"), "TOP_K": top_k, "TOP_V": top_v}
-    macros = _with_blocks(macros, in_blocks)
-    return load(build("pages/append", macros, arch_of(*compute_capability(device))), device=device)
+    return load(
+        build("pages/append", _with_blocks(macros, in_blocks), arch_of(*compute_capability(device))),
+        device=device,
+    )
 
 
 @lru_cache(maxsize=64)
 def _kernel(
-    source: str, entry: str, head_dim: int, dtype: str, device: int, in_blocks: bool = False
+    source: str,
+    entry: str,
+    head_dim: int,
+    dtype: str,
+    device: int,
+    in_blocks: bool = False,
+    profiles: str = "",
 ) -> Kernel:
     macros = _with_blocks({"HEAD_DIM": head_dim, "BF16": int(dtype == "bfloat16")}, in_blocks)
+    if profiles:
+        macros["PROFILES"] = profiles
     return load(build(source, macros, arch_of(*compute_capability(device))), entry, device=device)
 
 
-def _with_blocks(macros: dict[str, int], in_blocks: bool) -> dict[str, int]:
+def _with_blocks(macros: dict[str, int], in_blocks: bool) -> dict[str, int | str]:
     """Macros of a source, with that of ladders with profiles if that is what it is built for."""
-    return macros | ({"IN_BLOCKS": 1} if in_blocks else {})
+    return {**macros, **({"IN_BLOCKS": 1} if in_blocks else {})}
