@@ -71,22 +71,48 @@ __device__ __forceinline__ int qkv_row(int head, int local) {
     return (HEADS_Q + head + of_values * HEADS_KV) * HEAD_DIM + (local - OWN_COLS) % HEAD_DIM;
 }
 
-// Adds `count` blocks of 32 columns of a tile, every `step`-th from `first` on, to two of the chains.
+// The first blocks of 32 columns of a tile, loaded before what they are multiplied by is there.
+constexpr int LOADED = 4;
+struct Blocks {
+    uint4 upper[LOADED], lower[LOADED];
+};
+__device__ __forceinline__ void load_block(uint4& upper, uint4& lower, const char* weights, int block) {
+    const uint4* const from = (const uint4*)(weights + block * BLOCK_BYTES) + threadIdx.x % 32;
+    upper = __ldcg(from), lower = __ldcg(from + 32);
+}
+__device__ __forceinline__ void load_blocks(Blocks& blocks, const char* weights, int count) {
+#pragma unroll
+    for (int b = 0; b < LOADED; ++b)
+        if (b < count) load_block(blocks.upper[b], blocks.lower[b], weights, b);
+}
+
+// Adds a block of a tile to two of the chains.
+__device__ __forceinline__ void multiply_block(float (&c)[CHAINS][N_TILES][4], const uint4& upper,
+                                               const uint4& lower, const u16* x, int block) {
+    const uint4 column = *(const uint4*)(x + block * 32 + threadIdx.x % 4 * 8);
+    const u32 one[4] = {upper.x, upper.y, upper.z, upper.w};
+    const u32 other[4] = {lower.x, lower.y, lower.z, lower.w};
+    mma(c[0][0], one, column.x, column.y), mma(c[1][0], other, column.z, column.w);
+}
+__device__ __forceinline__ void multiply_loaded(float (&c)[CHAINS][N_TILES][4], const Blocks& blocks,
+                                                const u16* x, int count) {
+#pragma unroll
+    for (int b = 0; b < LOADED; ++b)
+        if (b < count) multiply_block(c, blocks.upper[b], blocks.lower[b], x, b);
+}
+// Every `step`-th block from `first` on.
 __device__ __forceinline__ void multiply_blocks(float (&c)[CHAINS][N_TILES][4], const char* weights,
                                                 const u16* x, int first, int count, int step) {
-    const int lane = threadIdx.x % 32;
 #pragma unroll 4
     for (int b = first; b < count; b += step) {
-        const uint4 upper = __ldcg((const uint4*)(weights + b * BLOCK_BYTES + lane * 16));
-        const uint4 lower = __ldcg((const uint4*)(weights + b * BLOCK_BYTES + lane * 16 + 512));
-        const uint4 column = *(const uint4*)(x + b * 32 + lane % 4 * 8);
-        const u32 one[4] = {upper.x, upper.y, upper.z, upper.w};
-        const u32 other[4] = {lower.x, lower.y, lower.z, lower.w};
-        mma(c[0][0], one, column.x, column.y), mma(c[1][0], other, column.z, column.w);
+        uint4 upper, lower;
+        load_block(upper, lower, weights, b);
+        multiply_block(c, upper, lower, x, b);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(MMA_THREADS, 2)
+// Three CTAs on an SM: half of the next launch's have come when this one's end.
+extern "C" __global__ void __launch_bounds__(MMA_THREADS, CLUSTER > 1 ? 3 : 2)
     attend_block(const __grid_constant__ Operation op) {
     constexpr int WARP_ROWS = HEADS_OF_WARP * MERGED_ROW;
     __shared__ __align__(16) u16 x[X_SHORTS];
@@ -139,6 +165,14 @@ extern "C" __global__ void __launch_bounds__(MMA_THREADS, 2)
     attend_segment(call, chunks, segment, newest,
                    MemoryKeys{(const uint4*)(call.k + from), (const uint4*)(call.v + from)},
                    rows + warp * WARP_ROWS);
+    constexpr int TILE_BYTES = Shape<OUTPUT>::PARTS * Shape<OUTPUT>::STAGES * SLOT_BYTES;
+    constexpr int TILES_APART = CLUSTER * WARPS;                            // of a warp, of the output
+    const int block = head * OWN_COLS / 32, before = head * OWN_COLS % 32;  // of the output: first; others'
+    int tile = rank * WARPS + warp;
+    const char* output = call.matrices[op.layer * PRODUCTS + op.product].weights + (i64)tile * TILE_BYTES +
+                         block * BLOCK_BYTES;
+    Blocks blocks;
+    if (tile < HIDDEN / 16) load_blocks(blocks, output, OUT_BLOCKS);
     sync_threads(OF_MMA, MMA_THREADS);  // all warps' sums are there
     for (int i = threadIdx.x; i < HEADS * HEAD_DIM; i += MMA_THREADS) {
         const int of = i / HEAD_DIM, channel = i % HEAD_DIM;
@@ -149,12 +183,11 @@ extern "C" __global__ void __launch_bounds__(MMA_THREADS, 2)
         if (channel == 0)
             part[of * MERGED_ROW + HEAD_DIM] = m.maximum, part[of * MERGED_ROW + HEAD_DIM + 1] = m.total;
     }
-    const int block = head * OWN_COLS / 32, before = head * OWN_COLS % 32;  // of the output: first; others'
     for (int i = threadIdx.x; i < OUT_BLOCKS * 32; i += MMA_THREADS) x[i] = 0;
     sync_threads(OF_MMA, MMA_THREADS);
     arrive_at_all(&met);
     if (rank == 0 && warp == 0) {
-        const i64 at = keys_of(call, op.layer, segment) + (i64)call.positions[0] * HEAD_DIM;
+        const i64 at = keys_of(call, op.layer, segment) + (i64)chunks.old[0] * HEAD_DIM;
         for (int i = lane; i < HEAD_DIM; i += 32)
             call.k[at + i] = newest[OWN_COLS + i], call.v[at + i] = newest[OWN_COLS + HEAD_DIM + i];
     }
@@ -172,12 +205,12 @@ extern "C" __global__ void __launch_bounds__(MMA_THREADS, 2)
     }
     sync_threads(OF_MMA, MMA_THREADS);  // x is there
     arrive_at_all(&met);
-    const Matrix& output = call.matrices[op.layer * PRODUCTS + op.product];
-    for (int tile = rank * WARPS + warp; tile < HIDDEN / 16; tile += CLUSTER * WARPS) {
-        constexpr int TILE_BYTES = Shape<OUTPUT>::PARTS * Shape<OUTPUT>::STAGES * SLOT_BYTES;
+    for (; tile < HIDDEN / 16; tile += TILES_APART, output += (i64)TILES_APART * TILE_BYTES) {
         float c[CHAINS][N_TILES][4] = {};
-        multiply_blocks(c, output.weights + (i64)tile * TILE_BYTES + block * BLOCK_BYTES, x, 0, OUT_BLOCKS,
-                        1);
+        multiply_loaded(c, blocks, x, OUT_BLOCKS);
+        if (tile + TILES_APART < HIDDEN / 16)
+            load_blocks(blocks, output + (i64)TILES_APART * TILE_BYTES, OUT_BLOCKS);
+        multiply_blocks(c, output, x, LOADED, OUT_BLOCKS, 1);
         float* const to = op.head_sums + (i64)head * HIDDEN + tile * 16 + lane / 4;
         if (lane % 4 == 0) to[0] = c[0][0][0] + c[1][0][0], to[8] = c[0][0][2] + c[1][0][2];
     }
@@ -185,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(MMA_THREADS, 2)
 }
 
 // clang-format off
-// gate: BATCH=1 BF16=0,1 HIDDEN=4096 HEADS_Q=32 HEADS_KV=32 HEAD_DIM=128 ROTARY_DIM=128 FFN=11008 PARALLEL=0 LAYER_NORM=0 GATED_MLP=1 HEAD_NORMS=0 PACKED=0 SPLITS=1 WARPS=8 ADDER_GROUPS=4 SLOTS=24 SLOT_BLOCKS=8 SHARED_BYTES=221312 CLUSTER=4,16 registers<=128 arch=sm_90a
-// gate: BATCH=1 BF16=0 HIDDEN=2560 HEADS_Q=32 HEADS_KV=32 HEAD_DIM=80 ROTARY_DIM=20 FFN=10240 PARALLEL=1 LAYER_NORM=1 GATED_MLP=0 HEAD_NORMS=0 PACKED=0 SPLITS=2 WARPS=8 ADDER_GROUPS=4 SLOTS=20 SLOT_BLOCKS=10 SHARED_BYTES=220288 CLUSTER=1,8 registers<=128 arch=sm_90a
-// gate: BATCH=1 BF16=1 HIDDEN=4096 HEADS_Q=32 HEADS_KV=8 HEAD_DIM=128 ROTARY_DIM=128 FFN=14336 PARALLEL=0 LAYER_NORM=0 GATED_MLP=1 HEAD_NORMS=0 PACKED=0 SPLITS=1 WARPS=8 ADDER_GROUPS=4 SLOTS=12 SLOT_BLOCKS=16 SHARED_BYTES=227968 CLUSTER=2 registers<=128 arch=sm_90a,sm_120a
+// gate: BATCH=1 BF16=0,1 HIDDEN=4096 HEADS_Q=32 HEADS_KV=32 HEAD_DIM=128 ROTARY_DIM=128 FFN=11008 PARALLEL=0 LAYER_NORM=0 GATED_MLP=1 HEAD_NORMS=0 PACKED=0 SPLITS=1 WARPS=8 ADDER_GROUPS=4 SLOTS=24 SLOT_BLOCKS=8 SHARED_BYTES=221312 CLUSTER=4,16 registers<=80 arch=sm_90a
+// gate: BATCH=1 BF16=0 HIDDEN=2560 HEADS_Q=32 HEADS_KV=32 HEAD_DIM=80 ROTARY_DIM=20 FFN=10240 PARALLEL=1 LAYER_NORM=1 GATED_MLP=0 HEAD_NORMS=0 PACKED=0 SPLITS=2 WARPS=8 ADDER_GROUPS=4 SLOTS=20 SLOT_BLOCKS=10 SHARED_BYTES=220288 CLUSTER=1,8 registers<=80 arch=sm_90a
+// gate: BATCH=1 BF16=1 HIDDEN=4096 HEADS_Q=32 HEADS_KV=8 HEAD_DIM=128 ROTARY_DIM=128 FFN=14336 PARALLEL=0 LAYER_NORM=0 GATED_MLP=1 HEAD_NORMS=0 PACKED=0 SPLITS=1 WARPS=8 ADDER_GROUPS=4 SLOTS=12 SLOT_BLOCKS=16 SHARED_BYTES=227968 CLUSTER=2 registers<=80 arch=sm_90a,sm_120a
 // clang-format on
