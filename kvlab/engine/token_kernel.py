@@ -18,10 +18,12 @@ SHARED_LIMIT = 232_448 - 1_536  # bytes of a block on sm_90, less barriers, mome
 _MOST_SLOTS = 48  # whose barriers fit what SHARED_LIMIT leaves
 _LARGEST_SLOT = 16  # KiB: 10 were faster than 20 on an H200, 16 is what Llama's widths give
 _SMALL_SLOT = 8  # KiB, from which on a slot's barriers cost little beside its products
+_LEAST_SLOT = 4  # KiB: of smaller ones a block waits for barriers, .16 us each, and not for memory
 _UNDER_WAY_SECONDS = 2e-6  # with 1.2 an H100 took 3 % longer for pythia-2.8b, with the whole ring 7 %
 _WHOLE_RING = 192  # KiB of slots, from which on more gain nothing
 _OUTPUTS = ("out", "o", "down")  # products whose columns are split
-_SPLIT = 24  # KiB that memory brings a block while sums of twice as many splits are added up
+_SPLIT = 16  # KiB that memory brings a block while sums of twice as many splits are added up
+_SPLIT_ROW = 1  # KiB more for each row, where nothing else lies between a product and the next
 _LONG_PHASE = 64  # KiB of outputs for a block, from which on parallel layers are faster with two splits
 
 
@@ -118,15 +120,17 @@ class TokenKernel:
     def _lost(self, multiprocessors: int) -> float:
         """What splits cost a phase of outputs, in KiB that memory brings a block meanwhile.
 
-        The part of a ring that is not there and covers nothing of a wait, and sums on their way from block
-        to block, where splits are more or fewer than what was fastest with a whole ring on an H100. Uneven
-        tiles cost nothing: blocks without one copy weights of the next phase.
+        The part of a ring that is not there and covers nothing of a wait, which is all of it where slots are
+        too small; and sums on their way from block to block, where splits are more or fewer than what was
+        fastest with a whole ring on an H100. Uneven tiles cost nothing: blocks without one copy weights of
+        the next phase.
         """
         geometry = self.geometry
         columns = sum(c for name, (_, c) in geometry.products().items() if name in _OUTPUTS)
         long = geometry.parallel and 2 * geometry.hidden * columns >= 1024 * _LONG_PHASE * multiprocessors
-        missing = _WHOLE_RING - min(self.slots * self.slot_blocks, _WHOLE_RING)
-        return missing + _SPLIT * abs(math.log2(self.splits) - long)
+        ring = self.slots * self.slot_blocks if self.slot_blocks >= _LEAST_SLOT else 0
+        sums = _SPLIT if geometry.parallel else _SPLIT + _SPLIT_ROW * self.batch
+        return _WHOLE_RING - min(ring, _WHOLE_RING) + sums * abs(math.log2(self.splits) - long)
 
     @property
     def threads(self) -> int:
@@ -137,11 +141,11 @@ class TokenKernel:
     def slot_blocks(self) -> int:
         """KiB of a slot: a number up to 16 that divides every product's columns in blocks of 32.
 
-        The one whose ring is largest, of sizes from 8 on, if there is one.
+        The one whose ring is largest, of sizes from 8 on; if there is none, the largest size.
         """
         common = math.gcd(*(columns // 32 for columns in self._columns().values()))
         sizes = [size for size in range(1, _LARGEST_SLOT + 1) if common % size == 0]
-        large = [size for size in sizes if size >= _SMALL_SLOT] or sizes
+        large = [size for size in sizes if size >= _SMALL_SLOT] or sizes[-1:]
         return max(large, key=lambda size: (size * self._slots_of(size), size))
 
     @property
