@@ -20,6 +20,7 @@ from kvlab.numba_kernels.cpu.softmax import exp2
 from numpy.typing import NDArray
 
 from kvlab.arrays import numpy_dtype
+from kvlab.ops.cuda.packed import profiles_of
 from kvlab.ops.packed import mass_from_scores, packed_attention
 from kvlab.pages import NO_PAGE, QUAD, TOKENS_PER_PAGE, LayerPages, PageLayout, new_pool
 from kvlab.reference import packed as reference
@@ -489,6 +490,17 @@ def test_refuses_a_quad_of_two_rungs() -> None:
     case.pages.index[1, 1, 5] = 0
     with pytest.raises(ValueError, match="page table"):
         call(case, "cpu")
+
+
+def test_a_gpu_takes_ladders_of_profiles_or_of_widths() -> None:
+    def layouts(*rungs: tuple[Any, int]) -> tuple[PageLayout, ...]:
+        return tuple(PageLayout(64, *rung, 2) for rung in rungs)
+
+    in_blocks = (((4, 2, 2, 0), 2), ((8, 8, 8, 8), 2), ((8, 8, 8, 8), 8), (16, 16))
+    assert profiles_of(layouts(*in_blocks)) == "k4220k8888"
+    assert profiles_of(layouts(*SOME_RUNGS)) == ""
+    with pytest.raises(NotImplementedError, match=r"profiles and in widths.*\(8, 8, 8, 8\)"):
+        profiles_of(layouts(*in_blocks, (8, 8)))
 
 
 def _exp2_of_eights(x: Array, out: Array) -> None:

@@ -153,7 +153,7 @@ def item_bytes(layout: Layout) -> int:
     return max(QUAD // (2 if bits == 16 else 1) * (size + _SHIFT) for bits, size in sides)
 
 
-def _profiles(layouts: tuple[Layout, ...]) -> str:
+def profiles_of(layouts: tuple[Layout, ...]) -> str:
     """Return the profiles of K as the kernel's macro has them, empty if K has widths."""
     coded = [layout for layout in layouts if layout.bits_k != 16]
     in_blocks = [layout for layout in coded if layout.in_blocks]
@@ -178,7 +178,7 @@ def _plan(
 ) -> _Plan:
     head_dim = layouts[0].head_dim
     of_keys, of_values = {w for x in layouts for w in x.blocks if w}, {layout.bits_v for layout in layouts}
-    widths, profiles = [sum(_FLAG[w] for w in found) for found in (of_keys, of_values)], _profiles(layouts)
+    widths, profiles = [sum(_FLAG[w] for w in found) for found in (of_keys, of_values)], profiles_of(layouts)
     capability = check_capability(device)
     # 12 warps leave 168 registers a thread, too few for larger heads, for windows, for scores of 8 rows (kept
     # as float32, or at all beside profiles), and for all widths beyond sm_90. Raw pages take few
