@@ -22,6 +22,7 @@ from kvlab.reference.pages import TOKENS_PER_PAGE, value_signs
 from kvlab.reference.records import decode_page
 
 __all__ = [
+    "element_channels",
     "mass_from_scores",
     "packed_attention",
     "scores_of_bytes",
@@ -54,7 +55,7 @@ def stored_tokens(pages: Any, row: int, head: int) -> list[tuple[Float64, Float6
         exponent_k, exponent_v = pages.exponent[row, head].astype(int)
         if layout.k_coded:
             if layout.in_blocks:
-                k = k @ _element_channels(pages, row, head)
+                k = k @ element_channels(pages, row, head)
             else:
                 k = k @ rotation * np.exp2(pages.k_shift[row, head].astype(np.float64))
             k = np.ldexp(k + pages.k_mean[row, head].astype(np.float64), exponent_k)
@@ -64,7 +65,7 @@ def stored_tokens(pages: Any, row: int, head: int) -> list[tuple[Float64, Float6
     return tokens
 
 
-def _element_channels(pages: Any, row: int, head: int) -> Float64:
+def element_channels(pages: Any, row: int, head: int) -> Float64:
     """Return what elements of keys in blocks are multiplied by to be keys less their mean."""
     mean, shift, order, gain = (
         x[row, head] for x in (pages.k_mean, pages.k_shift, pages.k_order, pages.k_gain)

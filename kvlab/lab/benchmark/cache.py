@@ -24,7 +24,14 @@ from kvlab.errors import needs_extra
 from kvlab.lab import guard
 from kvlab.lab.ablation.grid import Geometry
 from kvlab.lab.ablation.unpacked import page_nbytes
-from kvlab.lab.benchmark.decode import HEAD_DIM, NUM_HEADS_KV, NUM_HEADS_Q, WIDTHS, make_pages
+from kvlab.lab.benchmark.decode import (
+    HEAD_DIM,
+    NUM_HEADS_KV,
+    NUM_HEADS_Q,
+    WIDTHS,
+    Mixed,
+    make_pages,
+)
 from kvlab.lab.gpu_lock import gpu_lock
 from kvlab.lab.limits import cpu_limit, gpu_limit
 from kvlab.lab.results import Row, write
@@ -179,9 +186,7 @@ def _query() -> NDArray[np.float32]:
     return np.random.default_rng(1).standard_normal((1, 1, NUM_HEADS_Q, HEAD_DIM), np.float32)
 
 
-def _packed(
-    widths: Sequence[int], context: int, num_layers: int, repeats: int, device: str
-) -> tuple[_Measured, int]:
+def _packed(widths: Mixed, context: int, num_layers: int, repeats: int, device: str) -> tuple[_Measured, int]:
     rng, q = np.random.default_rng(0), _query()
     pages = [make_pages(rng, widths, context) for _ in range(num_layers)]
     nbytes = sum(map(page_nbytes, pages))

@@ -25,24 +25,40 @@ from kvlab.errors import needs_extra
 from kvlab.lab.results import Row
 from kvlab.lab.timing import time_in_turns
 from kvlab.ops.packed import packed_attention
-from kvlab.pages import QUAD, TOKENS_PER_PAGE, LayerPages, PageLayout, new_pool, read_tokens
+from kvlab.pages import (
+    QUAD,
+    TOKENS_PER_PAGE,
+    LayerPages,
+    PageLayout,
+    Width,
+    new_pool,
+    read_tokens,
+    width_number,
+)
+from kvlab.reference.blocks import RMS
 from kvlab.reference.codec import hadamard
+from kvlab.reference.packed import element_channels
 from kvlab.reference.pages import STEPS, value_signs
 
-__all__ = ["CONTEXTS", "NOTE", "WIDTHS", "benchmark_decode"]
+__all__ = ["CONTEXTS", "NOTE", "WIDTHS", "Mixed", "benchmark_decode"]
 
 NOTE = "speedup: median over turns of the time of torch's scaled_dot_product_attention, heads grouped"
 
 NUM_HEADS_Q, NUM_HEADS_KV, HEAD_DIM = 32, 8, 128
 CONTEXTS = (2_048, 8_192, 32_768)
-WIDTHS: dict[str, tuple[int, ...]] = {
+Mixed = Sequence[int | tuple[Width, int]]
+"""Widths, or pairs of a width or profile of keys and a width of values, that pages have in turn."""
+WIDTHS: dict[str, Mixed] = {
     "2": (2,),
     "3": (3,),
     "4": (4,),
     "8": (8,),
     "mixed, average 4": (2, 3, 3, 4, 8),
-}
-"""What pages hold, by name: widths that are taken in turn."""
+    "profiles, average 4.1": (
+        ((4, 2, 2, 0), 2), ((4, 4, 2, 2), 2), ((8, 4, 2, 2), 3), ((8, 4, 4, 4), 4), ((8, 8, 8, 8), 8),
+    ),
+}  # fmt: skip
+"""What pages hold, by name."""
 
 
 def benchmark_decode(
@@ -113,25 +129,27 @@ def benchmark_decode(
         torch.set_num_threads(before[1])
 
 
-def make_pages(rng: np.random.Generator, widths: Sequence[int], tokens: int) -> LayerPages:
+def make_pages(rng: np.random.Generator, widths: Mixed, tokens: int) -> LayerPages:
     """Return full pages of random codes for one row, their widths taken in turn, scattered over the pools."""
     if tokens <= 0 or tokens % (QUAD * TOKENS_PER_PAGE):
         raise ValueError(f"contexts must be multiples of {QUAD * TOKENS_PER_PAGE} tokens, got {tokens}")
-    ladder = sorted(set(widths))
+    sides: list[tuple[Width, int]] = [(x, x) if isinstance(x, int) else x for x in widths]
+    ladder = sorted(set(sides), key=lambda rung: (width_number(rung[0]), rung[1]))
     of_quads = (1, NUM_HEADS_KV, tokens // (QUAD * TOKENS_PER_PAGE))
-    rung = np.resize([ladder.index(width) for width in widths], of_quads).repeat(QUAD, axis=-1)
+    rung = np.resize([ladder.index(rung) for rung in sides], of_quads).repeat(QUAD, axis=-1)
     index = np.zeros(rung.shape, np.uint32)
-    layouts = [PageLayout(HEAD_DIM, width, width, 4) for width in ladder]
+    layouts = [PageLayout(HEAD_DIM, *rung, 4) for rung in ladder]
     pools = []
     for r, layout in enumerate(layouts):
         mine = rung == r
         index[mine] = rng.permutation(mine.sum())
         pool = new_pool(int(mine.sum()), layout)
         pool[:] = rng.integers(0, 256, pool.shape, np.uint8)
-        # Uniform codes with this step lie within 2, so values have about the variance 4 / 3.
-        step = int(np.abs(STEPS[:0xF8] - np.float32(2.0 ** (1 - ladder[r]))).argmin())
-        for begin in (layout.k_steps, layout.v_steps):
-            pool[:, begin : begin + TOKENS_PER_PAGE] = step
+        # Uniform codes with this step lie within 2, so values have about the variance 4 / 3; keys in blocks,
+        # multiplied by RMS, have about that of 1.
+        for begin, bits in ((layout.k_steps, layout.bits_k), (layout.v_steps, layout.bits_v)):
+            step = 0.16 if isinstance(bits, tuple) else 2.0 ** (1 - bits)
+            pool[:, begin : begin + TOKENS_PER_PAGE] = np.abs(STEPS[:0xF8] - np.float32(step)).argmin()
         pools.append(pool)
     return LayerPages(
         layouts=tuple(layouts),
@@ -142,6 +160,7 @@ def make_pages(rng: np.random.Generator, widths: Sequence[int], tokens: int) -> 
         base=np.zeros(rung.shape, np.uint16),
         num_pages=np.full(rung.shape[:2], rung.shape[2], np.int32),
         k_mean=np.zeros((1, NUM_HEADS_KV, HEAD_DIM), np.float16),
+        k_gain=np.full((1, NUM_HEADS_KV, 4), RMS, np.float32),
         dtype="float32",
     )
 
@@ -150,12 +169,13 @@ def decode(pages: LayerPages) -> tuple[NDArray[np.float32], NDArray[np.float32]]
     """Return keys and values (1, KV heads, tokens, head_dim), page by page."""
     shape = (*pages.rung.shape, TOKENS_PER_PAGE, pages.head_dim)
     keys, values = np.empty(shape, np.float32), np.empty(shape, np.float32)
+    channels = element_channels(pages, 0, 0).astype(np.float32)  # all heads have the frame of `make_pages`
     for r, (pool, layout) in enumerate(zip(pages.pools, pages.layouts, strict=True)):
         mine = pages.rung == r
         page = np.repeat(pages.index[mine].astype(np.int64), TOKENS_PER_PAGE)
         slot = np.tile(np.arange(TOKENS_PER_PAGE), mine.sum())
         k, v = read_tokens(pool, layout, pages.dtype, page, slot)
-        keys[mine] = hadamard(k).reshape(-1, *shape[-2:])
+        keys[mine] = (k @ channels if layout.in_blocks else hadamard(k)).reshape(-1, *shape[-2:])
         values[mine] = (hadamard(v) * value_signs(pages.head_dim)).reshape(-1, *shape[-2:])
     joined = (*pages.num_pages.shape, -1, pages.head_dim)
     return keys.reshape(joined), values.reshape(joined)
