@@ -226,12 +226,13 @@ def test_multiprocessors_left_to_others(dim: int, deterministic: bool) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
 def test_sections_of_many_sequences_have_the_bits_of_one(dim: int, causal: bool) -> None:
     """A margin keeps short calls from sharing keys, which would sum in another order."""
     rng = np.random.default_rng(dim)
     bounds = np.cumsum([0, *rng.integers(1, 1200, 20)]).astype(np.int32)
     pairs, blocks = 20 * 8, torch.cuda.get_device_properties(0).multi_processor_count
+    blocks //= attention_backward_cuda.HOPPER_SHAPES[dim].cluster
     assert num_sections(pairs, 1200 // 128, 3, dim, blocks, causal, True) > 1
     q, k, v, dout = (
         torch.from_numpy(rng.standard_normal((bounds[-1], h, dim), np.float32)).cuda().bfloat16()

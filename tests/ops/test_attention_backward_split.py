@@ -97,13 +97,11 @@ def test_sections_of_deterministic_calls_are_those_that_were_fastest() -> None:
 
 
 @given(
-    st.integers(1, 4096), st.integers(1, 512), st.integers(1, 64), st.sampled_from([64, 96, 128]),
+    st.integers(1, 4096), st.integers(1, 512), st.integers(1, 64), st.sampled_from([64, 96, 128, 256]),
     st.integers(1, 200), st.booleans(),
 )  # fmt: skip
-def test_sections_are_filled(
-    pairs: int, tiles: int, group: int, dim: int, multiprocessors: int, causal: bool
-) -> None:
+def test_sections_are_filled(pairs: int, tiles: int, group: int, dim: int, blocks: int, causal: bool) -> None:
     """A section of a deterministic call has tiles for all blocks, if there are several."""
-    found = num_sections(pairs, tiles, group, dim, multiprocessors, causal, True)
+    found = num_sections(pairs, tiles, group, dim, blocks, causal, True)
     assert 1 <= found <= pairs
-    assert found == 1 or pairs // found * tiles >= 1.9 * multiprocessors
+    assert found == 1 or pairs // found * tiles >= 1.9 * blocks

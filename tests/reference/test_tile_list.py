@@ -141,6 +141,12 @@ def test_tiles_of_keys_wait_only_for_earlier_ones(
         behind = k_lengths[sequence] - q_lengths[sequence]
         first = max(0, row + behind - window[0]) // block_n  # as first_key_block has it
         assert blocks == list(range(first, first + len(blocks)))
+    for sequence, (rows, keys) in enumerate(lengths):
+        for row in range(rows):
+            position = row + keys - rows
+            if max(0, position - window[0]) <= min(keys - 1, position + window[1]):  # as sees_keys has it
+                step = row // block_m * block_m  # is stored by the first block, in place of zeros
+                assert all((sequence, head, step) in added for head in range(heads_kv))
 
 
 def test_a_tile_too_many_is_found() -> None:

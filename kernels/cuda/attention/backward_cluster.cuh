@@ -8,26 +8,6 @@
 
 constexpr int COMPUTING = 256;  // threads, from 128 on
 
-// A CTA's steps: tiles from `at` on, before `end`. CTAs that share keys have as many each, to within one.
-struct TileRange {
-    Tile at, end;
-    __device__ __forceinline__ bool more() const {
-        return at.head < end.head || (CLUSTER_SPLIT > 1 && at.head == end.head && at.row < end.row);
-    }
-    __device__ __forceinline__ void next(const RowRange& rows) { at = next_tile(at, rows); }
-};
-
-__device__ __forceinline__ TileRange find_tile_range(const Call& call, const RowRange& rows, int kv_head) {
-    const Tile first = first_tile(call, rows, kv_head), end = {(kv_head + 1) * call.group, rows.first};
-    if (CLUSTER_SPLIT == 1 || first.head == end.head) return {first, end};
-    const int tiles = (rows.last - rows.first + BLOCK_M - 1) / BLOCK_M, steps = tiles * call.group;
-    const auto tile = [&](int step) -> Tile {
-        return {first.head + step / tiles, rows.first + step % tiles * BLOCK_M};
-    };
-    const int split = blockIdx.x % CLUSTER / (CLUSTER / CLUSTER_SPLIT);
-    return {tile(split * steps / CLUSTER_SPLIT), tile((split + 1) * steps / CLUSTER_SPLIT)};
-}
-
 __device__ __forceinline__ void sync_cluster() {
     asm volatile("barrier.cluster.arrive.release;" ::: "memory");
     asm volatile("barrier.cluster.wait.acquire;" ::: "memory");

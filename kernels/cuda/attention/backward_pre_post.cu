@@ -14,11 +14,15 @@
 // Macros: HEAD_DIM, a multiple of 16; FLOAT32: 1 elements are float32, lse_log2 base e, 0 of the 16-bit type
 // that BF16 says; QUERY_GROUPS, most groups of queries of a call (1 if it is not given); ALIGNED: 1 rows of
 // dout and out can be read, and those of dq written, 16 bytes at a time, 0 element by element; BLOCK_M, as
-// the kernel between them has it.
+// the kernel between them has it; FIRST_STORES: 1 where the first CTA of that kernel that has a part
+// of dq stores it, so that no zeros are needed (0 if it is not given).
 #include "common/pairs.cuh"
 
 #ifndef BLOCK_M
 constexpr int BLOCK_M = 64;
+#endif
+#ifndef FIRST_STORES
+#define FIRST_STORES 0
 #endif
 constexpr int BLOCK_N = 64;  // unused here
 constexpr int ROWS_OF_CTA = 32, THREADS = 256;
@@ -69,6 +73,12 @@ __device__ __forceinline__ void write_channels(Element* row, const float (&x)[8]
         for (int i = 0; i < 4; ++i) write_pair(row, channel + 2 * i, dim, pairs[i]);
     }
 #endif
+}
+
+// Whether a row sees a key, and some CTA has a part of its dq.
+__device__ __forceinline__ bool sees_keys(const Call& call, const SeqInfo& s, int row) {
+    const int position = row + s.behind;
+    return max(0, position - call.left) <= min(s.keys - 1, position + call.right);
 }
 
 // The sequence of a CTA, and the arrays of its group.
@@ -128,9 +138,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) preprocess(const __grid_co
             const bool empty = row_lse == -INFINITE;
             call.lse_log2[workspace_row + stat_offset(row)] = empty ? INFINITE : row_lse;
             call.dpsum[workspace_row + stat_offset(row)] = empty ? 0.f : row_dpsum;
-            if (call.deterministic && row % 16 == 0) call.dq_semaphore[(workspace_row + row) / 16] = 0;
+            if ((FIRST_STORES || call.deterministic) && row % 16 == 0)
+                call.dq_semaphore[(workspace_row + row) / 16] = 0;
         }
-        if (channel < HEAD_DIM) {
+        if (channel < HEAD_DIM && !(FIRST_STORES && sees_keys(call, s, row))) {
             float4* const accum = (float4*)(call.dq_accum + (workspace_row + row) * HEAD_DIM + channel);
             accum[0] = accum[1] = make_float4(0.f, 0.f, 0.f, 0.f);
         }
@@ -193,4 +204,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) postprocess(const __grid_c
 // gate: HEAD_DIM=64,96,128 FLOAT32=0 BF16=1,0 ALIGNED=1 QUERY_GROUPS=16 registers<=64
 // gate: HEAD_DIM=128 FLOAT32=0 BF16=1,0 ALIGNED=1 BLOCK_M=80 registers<=64
 // gate: HEAD_DIM=128 FLOAT32=0 BF16=1,0 ALIGNED=1 BLOCK_M=80 QUERY_GROUPS=2 registers<=64
+// gate: HEAD_DIM=64,96,128,256 FLOAT32=0 BF16=1,0 ALIGNED=1 FIRST_STORES=1 registers<=64 arch=sm_90a
 // gate: HEAD_DIM=64,256 FLOAT32=1 BF16=0 ALIGNED=0 registers<=64

@@ -25,7 +25,7 @@
 // With HOLD_V it has its part of V in registers, so that dP reads shared memory half as much.
 //
 // A DETERMINISTIC call has its tiles in the order of keys. The addition of dQ waits until the CTAs before it
-// in the order of keys have made theirs.
+// in the order of keys have made theirs; the first stores what the others add to.
 //
 // Memory: shared, from a multiple of 1024 on, in blocks of 64 columns: K and V, 2 stages of Q and of dout, 2
 // of dS (BLOCK_M x BLOCK_N), dQ (2 x 64 x 64 floats); 2 stages of lse_log2 and dpsum; mbarriers, two
@@ -37,9 +37,6 @@
 // attention/forward.cu; CLUSTER_SPLIT, 1, 2, 4 or 8; QUERY_GROUPS, most groups of queries of a call (1 if it
 // is not given); DETERMINISTIC, 1 for the same bits every time (0 if it is not given); BLOCK_M, 80 for long
 // steps at 128 channels.
-#ifndef DETERMINISTIC
-#define DETERMINISTIC 0
-#endif
 constexpr int INFO_STAGES = 2;
 
 #include "attention/products_sm90.cuh"
@@ -230,22 +227,32 @@ __device__ __forceinline__ void add_dq(const Memory& m, const Signals& b, const 
                 const KeyTile& t = of.tile();
                 const int row = at.row(t);
                 const i64 workspace_row = at.head * call.rows + first_row + row;
-                const auto add = [&](int group) {
-                    wait_barrier(full_dq_of(b, group, step % 2), step / DQ_BARRIERS % 2);
-                    add_floats(call.dq_accum + workspace_row * HEAD_DIM + group * (SUM_BYTES / 4),
-                               m.dq + group * SUM_BYTES, HEAD_DIM == 96 && group ? SUM_BYTES / 2 : SUM_BYTES);
+                const int before = DETERMINISTIC ? count_tiles_before(call, t, row) : 1;
+                u32* const semaphore = call.dq_semaphore + workspace_row / 16;
+                const auto add = [&](int group, bool first) {
+                    bring_floats(call.dq_accum + workspace_row * HEAD_DIM + group * (SUM_BYTES / 4),
+                                 m.dq + group * SUM_BYTES,
+                                 HEAD_DIM == 96 && group ? SUM_BYTES / 2 : SUM_BYTES, first);
                     wait_additions_read();
                     arrive(b.empty_dq + 8 * group);
                 };
                 if (DETERMINISTIC) {
-                    u32* const semaphore = call.dq_semaphore + workspace_row / 16;
-                    wait_semaphore(semaphore,
-                                   t.position / BLOCK_N - max(0, row - t.diagonal - call.left) / BLOCK_N);
-                    add(0), add(1);
+                    wait_semaphore(semaphore, before);
+                    for (int group = 0; group < 2; ++group) {
+                        wait_barrier(full_dq_of(b, group, step % 2), step / 2 % 2);
+                        add(group, FIRST_STORES && before == 0);
+                    }
                     wait_additions();
                     release_semaphore(semaphore);
                 } else {
-                    add(thread);
+                    const bool stored = !FIRST_STORES || is_stored(semaphore + thread);
+                    wait_barrier(full_dq_of(b, thread, 0), step % 2);
+                    const bool first = !stored && is_first(semaphore + thread);
+                    add(thread, first);
+                    if (first) {
+                        wait_additions();
+                        release_semaphore(semaphore + thread);
+                    }
                 }
             }
         }
@@ -536,11 +543,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 // gate: HEAD_DIM=64,96,128 BF16=1,0 SOFTCAP=0 CLUSTER_SPLIT=1 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=128 BF16=1,0 SOFTCAP=0 CLUSTER_SPLIT=1 BLOCK_M=80 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=64,96,128 BF16=1 SOFTCAP=0 CLUSTER_SPLIT=2,4,8 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=64,96,128 BF16=1 SOFTCAP=0 CLUSTER_SPLIT=1,2,4,8 FIRST_STORES=1 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=64,96,128 BF16=1 SOFTCAP=1 CLUSTER_SPLIT=1,8 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=64,96,128 BF16=1,0 SOFTCAP=0 CLUSTER_SPLIT=1 QUERY_GROUPS=16 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=64,96,128 BF16=1 SOFTCAP=0 CLUSTER_SPLIT=2,4,8 QUERY_GROUPS=16 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=64,96,128 BF16=1 SOFTCAP=0 CLUSTER_SPLIT=1,2,4,8 DETERMINISTIC=1 registers<=168 arch=sm_90a
-// gate: HEAD_DIM=64,96,128 BF16=1 SOFTCAP=1 CLUSTER_SPLIT=1 DETERMINISTIC=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=64,96,128 BF16=1 SOFTCAP=0 CLUSTER_SPLIT=1,2,4,8 DETERMINISTIC=1 FIRST_STORES=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=64,96,128 BF16=1 SOFTCAP=1 CLUSTER_SPLIT=1 DETERMINISTIC=1 FIRST_STORES=1 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=64,96,128 BF16=1 SOFTCAP=0 CLUSTER_SPLIT=1,8 QUERY_GROUPS=16 DETERMINISTIC=1 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=128 BF16=1,0 SOFTCAP=0 CLUSTER_SPLIT=1 BLOCK_M=80 QUERY_GROUPS=2 registers<=168 arch=sm_90a
 // clang-format on

@@ -92,6 +92,40 @@ __device__ __forceinline__ void release(u32 barrier) {
     if (threadIdx.x % 32 == 0) arrive(barrier);
 }
 
+// FIRST_STORES: 1 where the first CTA that has a part of dq stores it, so that no zeros are needed (0 if it
+// is not given). In a deterministic call that is the first in the order of keys; in others a semaphore says
+// how far the first part is.
+#ifndef FIRST_STORES
+#define FIRST_STORES 0
+#endif
+constexpr u32 STORING = 1, STORED = 2;
+
+__device__ __forceinline__ bool is_stored(const u32* semaphore) {
+    u32 now;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(semaphore) : "memory");
+    return now == STORED;
+}
+// Whether the caller has the first part, and has to store it. If another is about to, waits for that.
+__device__ __forceinline__ bool is_first(u32* semaphore) {
+    u32 before;
+    do
+        asm volatile("atom.acquire.gpu.global.cas.b32 %0, [%1], 0, %2;"
+                     : "=r"(before)
+                     : "l"(semaphore), "n"(STORING)
+                     : "memory");
+    while (before == STORING);
+    return before == 0;
+}
+
+// Brings a part of dq to the workspace: adds it or, if it is the first, stores it.
+__device__ __forceinline__ void bring_floats(float* to, u32 from, u32 bytes, bool first) {
+    if (!first) return add_floats(to, from, bytes);
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from),
+                 "r"(bytes)
+                 : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
 // What a lane needs of lse_log2 or dpsum for 16 columns.
 __device__ __forceinline__ float4 read_stats(u32 address) {
     float4 x;

@@ -3,11 +3,12 @@
 // often. So two CTAs, a cluster, have 128 keys between them: they exchange dS, and each adds up half of dQ.
 //
 // Threads and data
-//   cluster  128 keys of one (sequence, KV head), all rows that see any of them, 64 at a time: CLUSTER_SPLIT
-//            pairs of CTAs share these steps evenly, the two of a pair in step. dK and dV of the pairs are
-//            added up at the end, as attention/backward_sm90.cu says.
+//   cluster  a tile of the list: 128 keys of one (sequence, KV head), all rows that see any of them, 64 at a
+//            time. CLUSTER_SPLIT pairs of CTAs share these steps evenly, the two of a pair in step. dK and dV
+//            of the pairs are added up at the end, as attention/backward_sm90.cu says.
 //   CTA      64 of the keys: attention/backward.cuh. Of dQ it has half of the channels, summed over 128 keys.
-//   warps 0-3   warp 0 loads, as attention/backward_sm90.cuh says; warps 1 and 2 bring dQ to the workspace.
+//   warps 0-3   warp 0 loads, as attention/backward_sm90.cuh says; a thread each of warps 1 and 2 adds dQ of
+//            a warpgroup to the workspace.
 //   warps 4-7   S = K Q^T and P, all keys by all rows; then, as the others, of dK and dV all keys by 128
 //            channels, of dQ all rows by 64 channels.
 //   warps 8-11  dP = V dout^T and dS.
@@ -20,11 +21,13 @@
 //
 // Memory: shared, from a multiple of 1024 on: K, V, dout and 2 stages of Q of 32 KiB each, the other's K with
 // the CTA's channels of dQ, 16 KiB; P, dS, the other's dS and, with a cap, P times the cap's slope, of 8 KiB
-// each; stats and mbarriers. Registers: 64 of dK, 64 of dV, 32 of dQ, 32 of S or dP.
+// each; stats, mbarriers and the tile. Registers: 64 of dK, 64 of dV, 32 of dQ, 32 of S or dP.
 //
 // Macros: HEAD_DIM, 256, that the channels are filled up to with zeros; BF16; SOFTCAP as in
-// attention/forward.cu; CLUSTER_SPLIT, 1, 2 or 4.
+// attention/forward.cu; CLUSTER_SPLIT, 1, 2 or 4; DETERMINISTIC, 1 for the same bits every time (0 if it is
+// not given).
 #include "attention/backward_sm90.cuh"
+#include "attention/backward_steps_sm90.cuh"
 
 static_assert(HEAD_DIM == 256, "a warpgroup has one of four blocks of 64 channels of dQ");
 
@@ -55,7 +58,7 @@ __device__ __forceinline__ Pair layout_pair(const Memory& m, u32 barriers) {
 __device__ __forceinline__ void init_barriers(const Memory& m, const Pair& pair) {
     for (int i = 0; i < 1 + Q_STAGES + DOUT_STAGES; ++i)
         init_barrier(m.full_keys + 8 * i, 1);                               // the loader's
-    for (int i = 0; i < Q_STAGES; ++i) init_barrier(m.empty_q + 8 * i, 2);  // warps 1, 2
+    for (int i = 0; i < Q_STAGES; ++i) init_barrier(m.empty_q + 8 * i, 2);  // of threads that add dQ
     init_barrier(m.empty_dout, 8);                                          // computing warps'
     init_barrier(pair.full_k, 1), init_barrier(pair.full_ds, 1);
     init_barrier(pair.full_p, 4), init_barrier(pair.own_ds, 4);                    // a warpgroup's warps'
@@ -156,31 +159,21 @@ __device__ __forceinline__ void exponentiate_capped(float (&scores)[SCORES], u32
     }
 }
 
-// What a CTA has to do.
+// What a CTA has to do. Found anew by each role that needs it, so that nothing of it takes registers from one
+// to the other.
 struct WorkTileInfo {
     SeqInfo s;
-    int head, first_key, first_of_pair;  // first keys of the CTA, and of the pair
-    RowRange rows;                       // first and last: of the pair; low and high: of the CTA
+    int head, first_key;
     __device__ __forceinline__ SeqInfo sequence() const { return s; }
 };
 
-// Found anew by each role that needs it, so that nothing of it takes registers from one to the other.
-__device__ __forceinline__ WorkTileInfo find_work_tile(const Call& call, int rank) {
-    int x = blockIdx.x / CLUSTER;
-    asm volatile("" : "+r"(x));
-    const TileInfo& t = *find_tile(call, x);
-    WorkTileInfo w;
-    w.s = sequence_of(call, t);
-    w.head = t.head_kv, w.first_of_pair = t.position, w.first_key = t.position + rank * BLOCK_N;
-    w.rows = find_row_range(call, w.s, w.first_key);
-    w.rows.first = find_row_range(call, w.s, w.first_of_pair).first;
-    w.rows.last = find_row_range(call, w.s, w.first_of_pair + BLOCK_N).last;
-    return w;
+__device__ __forceinline__ WorkTileInfo find_work_tile(const Call& call, const TileInfo& t, int rank) {
+    return {sequence_of(call, t), t.head_kv, t.position + rank * BLOCK_N};
 }
 
-__device__ __forceinline__ void finish_keys(const Call& call, const float (&dk)[SUMS],
+__device__ __forceinline__ void finish_keys(const Call& call, const TileInfo& t, const float (&dk)[SUMS],
                                             const float (&dv)[SUMS], int rank, int channel) {
-    const WorkTileInfo w = find_work_tile(call, rank);
+    const WorkTileInfo w = find_work_tile(call, t, rank);
     int thread = threadIdx.x % 128;
     asm volatile("" : "+r"(thread));
     const int key = w.first_key + thread / 32 * 16 + thread % 32 / 4;
@@ -190,10 +183,11 @@ __device__ __forceinline__ void finish_keys(const Call& call, const float (&dk)[
 
 // dK and dV of pairs that share keys, one after the other: the sums take the place of K and V, which are not
 // needed any more.
-__device__ __forceinline__ void reduce_dk_dv(const Memory& m, const Call& call, const float (&dk)[SUMS],
-                                             const float (&dv)[SUMS], int rank, int group) {
+__device__ __forceinline__ void reduce_dk_dv(const Memory& m, const Call& call, const TileInfo& t,
+                                             const float (&dk)[SUMS], const float (&dv)[SUMS], int rank,
+                                             int group) {
     static_assert(BLOCK_N * HEAD_DIM * 4 == 2 * KEY_BYTES, "sums of dK or dV fill K and V");
-    const WorkTileInfo w = find_work_tile(call, rank);
+    const WorkTileInfo w = find_work_tile(call, t, rank);
     sync_threads(1, 256);  // both warpgroups' products have read K and V
     store_sums(m.k + 2 * group * SUM_BYTES, dk);
     sync_cluster();  // dK of all CTAs is in their shared memory
@@ -207,10 +201,10 @@ __device__ __forceinline__ void reduce_dk_dv(const Memory& m, const Call& call, 
 // The work of warps 4-7 (GROUP 0) or 8-11 (1).
 template <int GROUP>
 __device__ __forceinline__ void compute(const Memory& m, const Pair& pair, const Call& call,
-                                        float (&dk)[SUMS], float (&dv)[SUMS]) {
-    const WorkTileInfo work = find_work_tile(call, pair.rank);
+                                        const TileInfo& t, float (&dk)[SUMS], float (&dv)[SUMS]) {
+    const WorkTileInfo work = find_work_tile(call, t, pair.rank);
     const SeqInfo& s = work.s;
-    const RowRange& rows = work.rows;
+    const RowRange rows = find_row_range(call, s, work.first_key);
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int key = work.first_key + 16 * warp + lane / 4;
     const u32 own = (16 * warp + lane % 16) * 128;  // a lane's place in P and dS
@@ -226,17 +220,16 @@ __device__ __forceinline__ void compute(const Memory& m, const Pair& pair, const
     for (int i = 0; i < SUMS; ++i) dk[i] = dv[i] = 0.f;
     PipelineState<Q_STAGES> state = {0, 0};
     u32 parity = 0;  // of what has one stage
-    TileRange range = find_tile_range(call, rows, work.head);
+    Steps at = find_steps(call, t);
     wait_barrier(m.full_keys, 0);
     wait_barrier(pair.full_k, 0);
     if (GROUP == 0) {
-        if (range.more()) wait_barrier(m.full_q, 0);
+        if (at.more(t)) wait_barrier(m.full_q, 0);
         begin_products();
         multiply_channels(scores, k, q);
     }
-    while (range.more()) {
-        const Tile at = range.at;
-        const int stage = state.stage;
+    while (at.more(t)) {
+        const int stage = state.stage, row = at.row(t);
         const u64 rows_at = stage * ROW_BYTES / 16;
         const u32 stats = 16 * (lane % 4);
         u32 p[SCORES / 2], ds[SCORES / 2];
@@ -246,8 +239,7 @@ __device__ __forceinline__ void compute(const Memory& m, const Pair& pair, const
 #pragma unroll
                 for (int i = 0; i < SCORES; ++i) scores[i] = softcap_score(call, scores[i]);
             }
-            if (at.row < rows.low || at.row + BLOCK_M - 1 > rows.high)
-                apply_mask(scores, call, s, key, at.row);
+            if (row < rows.low || row + BLOCK_M - 1 > rows.high) apply_mask(scores, call, s, key, row);
             if (SOFTCAP)
                 exponentiate_capped(scores, p, m.lse_log2 + stage * STAT_BYTES + stats, call);
             else {
@@ -310,9 +302,9 @@ __device__ __forceinline__ void compute(const Memory& m, const Pair& pair, const
         wait_barrier(pair.full_ds, parity);
         begin_products();
         multiply_keys(dq, columns_operand(pair.other_ds, KEY_BLOCK), other_k_columns, true);
-        range.next(rows), state.next(), parity ^= 1;
+        at.next(call, t), state.next(), parity ^= 1;
         if (GROUP == 0) {  // S of the next step; of nothing, if there is none
-            if (range.more()) wait_barrier(m.full_q + 8 * state.stage, state.parity);
+            if (at.more(t)) wait_barrier(m.full_q + 8 * state.stage, state.parity);
             multiply_channels(scores, k, q + state.stage * ROW_BYTES / 16);
             wait_products<1>(dq);
         } else {
@@ -328,10 +320,15 @@ __device__ __forceinline__ void compute(const Memory& m, const Pair& pair, const
     if (GROUP == 0) wait_products<0>(scores);
 }
 
-// Loads K, V and, tile after tile, Q and dout.
-__device__ __forceinline__ void load_tiles(const Memory& m, const Maps& maps, const Call& call,
-                                           const WorkTileInfo& work) {
+// Loads all that the CTA reads; one thread.
+__device__ __forceinline__ void load(const Memory& m, const Pair& pair, const Maps& maps, const Call& call,
+                                     const TileInfo& t) {
+    const WorkTileInfo work = find_work_tile(call, t, pair.rank);
     const TmaCoord of_keys = key_coord_of(call, work.s);
+    expect_bytes(pair.full_k, 2 * KEY_BLOCK);
+    for (int i = 0; i < 2; ++i)
+        copy_box(pair.other_k + i * KEY_BLOCK, maps.k, pair.full_k, of_keys, 128 * pair.rank + 64 * i,
+                 t.position + (pair.rank ^ 1) * BLOCK_N, work.head);
     expect_bytes(m.full_keys, 2 * KEY_BYTES);
 #pragma unroll
     for (int block = 0; block < D_BLOCKS; ++block) {
@@ -341,54 +338,44 @@ __device__ __forceinline__ void load_tiles(const Memory& m, const Maps& maps, co
     }
     PipelineState<Q_STAGES> q = {0, 1};  // a stage is empty before the first phase of its barrier
     PipelineState<DOUT_STAGES> dout = {0, 1};
-    for (TileRange range = find_tile_range(call, work.rows, work.head); range.more(); range.next(work.rows)) {
+    for (Steps at = find_steps(call, t); at.more(t); at.next(call, t)) {
+        const Tile rows = {at.head, at.row(t)};
         wait_barrier(m.empty_q + 8 * q.stage, q.parity);
         load_rows(call, work, m.q + q.stage * ROW_BYTES, maps.q, m.lse_log2 + q.stage * STAT_BYTES,
-                  call.lse_log2, m.full_q + 8 * q.stage, range.at);
+                  call.lse_log2, m.full_q + 8 * q.stage, rows);
         wait_barrier(m.empty_dout + 8 * dout.stage, dout.parity);
         load_rows(call, work, m.dout + dout.stage * ROW_BYTES, maps.dout, m.dpsum + dout.stage * STAT_BYTES,
-                  call.dpsum, m.full_dout + 8 * dout.stage, range.at);
+                  call.dpsum, m.full_dout + 8 * dout.stage, rows);
         q.next(), dout.next();
     }
 }
 
-// Loads all that the CTA reads; one thread.
-__device__ __forceinline__ void load(const Memory& m, const Pair& pair, const Maps& maps, const Call& call) {
-    const WorkTileInfo work = find_work_tile(call, pair.rank);
-    const TmaCoord of_keys = key_coord_of(call, work.s);
-    expect_bytes(pair.full_k, 2 * KEY_BLOCK);
-    for (int i = 0; i < 2; ++i)
-        copy_box(pair.other_k + i * KEY_BLOCK, maps.k, pair.full_k, of_keys, 128 * pair.rank + 64 * i,
-                 work.first_of_pair + (pair.rank ^ 1) * BLOCK_N, work.head);
-    load_tiles(m, maps, call, work);
-}
-
-// Brings a warpgroup's dQ to the workspace, tile after tile; one thread.
-__device__ __forceinline__ void add_tiles(const Memory& m, const Pair& pair, const Call& call, int group) {
-    const WorkTileInfo work = find_work_tile(call, pair.rank);
-    const SeqInfo& s = work.s;
-    const RowRange& rows = work.rows;
+// Adds a warpgroup's dQ to the workspace, step after step; one thread. In a deterministic call it waits for
+// its turn before dQ is there, and passes it on when the addition is complete.
+__device__ __forceinline__ void add_dq(const Memory& m, const Pair& pair, const Call& call, const TileInfo& t,
+                                       int group) {
+    const i64 first_row = find_workspace_row(call, t);
     const int block = 2 * pair.rank + group;
     PipelineState<Q_STAGES> state = {0, 0};
-    for (TileRange range = find_tile_range(call, rows, work.head); range.more(); range.next(rows)) {
-        const Tile at = range.at;
-        const i64 workspace_row = at.head * call.rows + s.workspace_row + at.row;
+    for (Steps at = find_steps(call, t); at.more(t); at.next(call, t), state.next()) {
+        const int row = at.row(t), before = count_tiles_before(call, t, row);
+        const i64 workspace_row = at.head * call.rows + first_row + row;
         u32* const semaphore = call.dq_semaphore + workspace_row / 16 + block;
-        if (call.deterministic)
-            wait_semaphore(semaphore,
-                           work.first_of_pair / (2 * BLOCK_N) - first_key_block(call, s, at.row) / 2);
+        bool first = false;
+        if (DETERMINISTIC) wait_semaphore(semaphore, before), first = FIRST_STORES && before == 0;
+        const bool stored = DETERMINISTIC || !FIRST_STORES || is_stored(semaphore);
         wait_barrier(pair.staged(group, state.stage), state.parity);
-        add_floats(call.dq_accum + workspace_row * HEAD_DIM + block * 4096,
-                   m.q + state.stage * ROW_BYTES + group * SUM_BYTES, SUM_BYTES);
+        if (!stored) first = is_first(semaphore);
+        bring_floats(call.dq_accum + workspace_row * HEAD_DIM + block * (SUM_BYTES / 4),
+                     m.q + state.stage * ROW_BYTES + group * SUM_BYTES, SUM_BYTES, first);
         wait_additions_read();
         arrive(m.empty_q + 8 * state.stage);
-        if (call.deterministic) {
+        if (DETERMINISTIC || first) {
             wait_additions();
             release_semaphore(semaphore);
         }
-        state.next();
     }
-    wait_additions();
+    wait_additions();  // shared memory must not go before it is read
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
@@ -398,35 +385,42 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     extern __shared__ unsigned char memory[];
     __shared__ __align__(16) float stats[STATS];
     __shared__ __align__(8) u64 barriers[BARRIERS + PAIR_BARRIERS];
+    __shared__ TileInfo tile;
     const Maps maps = {&q_map, &k_map, &v_map, &dout_map};
     const Memory m = layout_memory((shared_address(memory) + 1023) & ~1023u, shared_address(stats),
                                    shared_address(barriers));
     const Pair pair = layout_pair(m, shared_address(barriers + BARRIERS));
-    if (!find_tile(call, blockIdx.x / CLUSTER)) return;
-    if (threadIdx.x == 0) init_barriers(m, pair);
-    sync_cluster();  // barriers of both CTAs of a pair are initialised
+    const TileInfo* const of_list = find_tile(call, blockIdx.x / CLUSTER);
+    if (!of_list) return;
+    if (threadIdx.x == 0) init_barriers(m, pair), tile = *of_list;
+    sync_cluster();  // barriers of both CTAs of a pair are initialised, the tile is here
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (threadIdx.x == 0)
-            load(m, pair, maps, call);
+            load(m, pair, maps, call, tile);
         else if (threadIdx.x == 32 || threadIdx.x == 64)
-            add_tiles(m, pair, call, threadIdx.x / 32 - 1);
+            add_dq(m, pair, call, tile, threadIdx.x / 32 - 1);
         if (CLUSTER_SPLIT > 1) sync_cluster(), sync_cluster(), sync_cluster();  // of reduce_dk_dv
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         const int group = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0) - 1;  // uniform, for the compiler
         float dk[SUMS], dv[SUMS];
         if (group == 0)
-            compute<0>(m, pair, call, dk, dv);
+            compute<0>(m, pair, call, tile, dk, dv);
         else
-            compute<1>(m, pair, call, dk, dv);
+            compute<1>(m, pair, call, tile, dk, dv);
         if (CLUSTER_SPLIT > 1)
-            reduce_dk_dv(m, call, dk, dv, pair.rank, group);
+            reduce_dk_dv(m, call, tile, dk, dv, pair.rank, group);
         else
-            finish_keys(call, dk, dv, pair.rank, 128 * group);
+            finish_keys(call, tile, dk, dv, pair.rank, 128 * group);
     }
     sync_cluster();  // shared memory must not go before the other has written and signalled to it
 }
 
+// clang-format off
 // gate: HEAD_DIM=256 BF16=1,0 SOFTCAP=0,1 CLUSTER_SPLIT=1 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=256 BF16=1 SOFTCAP=0,1 CLUSTER_SPLIT=2,4 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=256 BF16=1 SOFTCAP=0 CLUSTER_SPLIT=1,2,4 FIRST_STORES=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=256 BF16=1,0 SOFTCAP=0 CLUSTER_SPLIT=1,2,4 DETERMINISTIC=1 FIRST_STORES=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=256 BF16=1 SOFTCAP=1 CLUSTER_SPLIT=1 DETERMINISTIC=1 FIRST_STORES=1 registers<=168 arch=sm_90a
+// clang-format on

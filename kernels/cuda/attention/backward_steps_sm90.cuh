@@ -1,6 +1,11 @@
 // Attention backward on Hopper: in which order a CTA takes the rows of its tile, or of a part of it. Needs
-// HEAD_DIM, CLUSTER_SPLIT, DETERMINISTIC.
+// HEAD_DIM and CLUSTER_SPLIT.
+//
+// DETERMINISTIC: 1 for the same bits every time (0 if it is not given).
 #pragma once
+#ifndef DETERMINISTIC
+#define DETERMINISTIC 0
+#endif
 #include "attention/backward_cluster.cuh"
 
 // Steps of a run: so many runs to a head; at least; at most, in a deterministic call.
@@ -13,7 +18,8 @@ constexpr int LONGEST_RUN = !DETERMINISTIC ? 1 << 30 : HEAD_DIM == 64 ? 2 : 8;
 // that one whose keys fewer rows see need not wait for the others at every head. Otherwise CTAs begin with
 // the first rows that see their keys, since those that add to the same rows of dq at the same time slow each
 // other down.
-// What follows from the tile is found anew at each step.
+// CTAs that share a tile take its steps head by head, each a part of them; in a deterministic call row by
+// row, in turns. What follows from the tile is found anew at each step.
 struct Steps {
     int head, index, begin;  // of the next step, counted among the tile's; of its run
     int left;                // where CTAs share a tile
@@ -24,23 +30,39 @@ struct Steps {
         return t.first_key + BLOCK_M * (DETERMINISTIC ? t.num_tiles_of_keys - 1 - index : index);
     }
     __device__ __forceinline__ void next(const Call& call, const TileInfo& t) {
-        if (CLUSTER_SPLIT > 1) --left;
-        const int count = t.num_tiles_of_keys, run = length_of_run(t);
+        const int end = (t.head_kv + 1) * call.group, count = t.num_tiles_of_keys;
+        if (CLUSTER_SPLIT > 1) {
+            --left;
+            if (DETERMINISTIC)
+                for (head += CLUSTER_SPLIT; head >= end; ++index) head -= call.group;
+            else if (++index == count && ++head < end)
+                index = 0;
+            return;
+        }
+        const int run = min(max(SHORTEST_RUN, t.k_length / (RUNS * BLOCK_M)), LONGEST_RUN);
         if (++index == min(begin + run, count)) {
-            if (++head == (t.head_kv + 1) * call.group) head -= call.group, begin += run;
+            if (++head == end) head -= call.group, begin += run;
             index = begin;
         }
     }
-    static __device__ __forceinline__ int length_of_run(const TileInfo& t) {
-        if (CLUSTER_SPLIT > 1) return t.num_tiles_of_keys;
-        return min(max(SHORTEST_RUN, t.k_length / (RUNS * BLOCK_M)), LONGEST_RUN);
-    }
 };
+
+// How many tiles of keys before this one are seen by rows of a step.
+__device__ __forceinline__ int count_tiles_before(const Call& call, const TileInfo& t, int row) {
+    constexpr int KEYS = WIDE ? 2 * BLOCK_N : BLOCK_N;
+    return t.position / KEYS - max(0, row - t.diagonal - call.left) / KEYS;
+}
 
 __device__ __forceinline__ Steps find_steps(const Call& call, const TileInfo& t) {
     Steps s = {t.head_kv * call.group, 0, 0, t.num_tiles_of_keys * call.group};
     if (CLUSTER_SPLIT > 1 && s.left) {
-        const int split = blockIdx.x % CLUSTER, from = split * s.left / CLUSTER_SPLIT;
+        const int split = blockIdx.x % CLUSTER / (CLUSTER / CLUSTER_SPLIT);
+        if (DETERMINISTIC) {
+            s.left = (s.left - split + CLUSTER_SPLIT - 1) / CLUSTER_SPLIT;
+            s.head += split % call.group, s.index = split / call.group;
+            return s;
+        }
+        const int from = split * s.left / CLUSTER_SPLIT;
         s.left = (split + 1) * s.left / CLUSTER_SPLIT - from;
         s.head += from / t.num_tiles_of_keys, s.index = from % t.num_tiles_of_keys;
     }

@@ -1,11 +1,12 @@
 """Attention backward on a GPU: three launches around a workspace, on the caller's stream.
 
 ``attention/backward_pre_post.cu`` prepares the workspace (each row's log-sum-exp and sum of dout * out, zeros
-for dq), ``attention/backward.cu``, or on Hopper ``attention/backward_sm90*.cu``, works on a list of tiles of
-keys (``tile_list.py``), and the first file finishes dq. dk and dv are summed in registers over all rows and
-query heads of a group. Where ``attention_backward_split.py`` divides these among blocks, the blocks add
-their sums. Parts of dq come from many blocks and are added in float32 in memory, in the order of the keys if
-the call is deterministic. A call whose list `TileLists` does not keep makes it first.
+for dq where no block stores its part before others add theirs), ``attention/backward.cu``, or on Hopper
+``attention/backward_sm90*.cu``, works on a list of tiles of keys (``tile_list.py``), and the first file
+finishes dq. dk and dv are summed in registers over all rows and query heads of a group. Where
+``attention_backward_split.py`` divides these among blocks, the blocks add their sums. Parts of dq come from
+many blocks and are added in float32 in memory, in the order of the keys if the call is deterministic. A call
+whose list `TileLists` does not keep makes it first.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ HOPPER_SHAPES = {
 }
 LONG_STEPS = {128: HopperShape("attention/backward_sm90", 80, 128, 2, 2, 40 * 1024, 1)}
 """By head dimension, of calls that `has_long_steps` names."""
-_LONG = 8192  # rows
+_LONG, _SHORT = 8192, 1024  # rows; keys
 HOPPER_THREADS = 384
 
 # The kernel for float32: by head dimension, keys and rows of a tile.
@@ -195,9 +196,12 @@ class _Prepared:
         capped = is_capped(call.scores)
         long_steps = hopper and cluster_split == 1
         long_steps = long_steps and has_long_steps(dim, capped, deterministic, lengths, fields)
+        # Short calls gain by it; in long ones a block would look for each part whether it is the first.
+        first_stores = hopper and (deterministic or (lengths[2] <= _SHORT and not long_steps))
         plan = plan_of(
-            dim, q.dtype, capped, aligned, hopper, cluster_split, deterministic, q.device, 1, long_steps
-        )
+            dim, q.dtype, capped, aligned, hopper, cluster_split, deterministic, q.device, 1, long_steps,
+            first_stores,
+        )  # fmt: skip
         tiles = (plan.box, *tiles[1:]) if long_steps else tiles
         aligned_rows = -(-longest_q // plan.aligned_rows) * plan.aligned_rows
         # What variable lengths take together follows from their number and total alone.
@@ -212,7 +216,7 @@ class _Prepared:
         fields |= {f"d{name}": contiguous_strides(x.shape) for name, x in (("q", q), ("k", k), ("v", v))}
         fields |= {"rows": rows, "deterministic": deterministic, "float32_dk_dv": wide}
 
-        num_rows, semaphores = heads * rows, heads * rows // 16 if deterministic else 0
+        num_rows, semaphores = heads * rows, heads * rows // 16 if deterministic or first_stores else 0
         accum_nbytes = 4 * num_rows * plan.head_dim
         self._offsets = accum_nbytes, accum_nbytes + 4 * num_rows, 0, accum_nbytes + 8 * num_rows
         of_keys = "float32" if wide else q.dtype
@@ -231,7 +235,10 @@ class _Prepared:
         blocks, self._lists = 0, None
         if number:
             persistent = plan.persistent and cluster_split == 1
-            builder = _list_builder(call, tiles, fields, plan.head_dim if persistent else 0)
+            sections = (
+                _num_sections(call, tiles, fields, plan.head_dim) if hopper and cluster_split == 1 else 1
+            )
+            builder = _list_builder(call, tiles, fields, sections)
             blocks = builder.capacity * cluster_split * tiles[2]
             self._lists = TileLists(builder, call.longest is not None, kind)
             if persistent:
@@ -264,24 +271,25 @@ _prepare = lru_cache(maxsize=4096)(_Prepared)
 
 
 def _list_builder(
-    call: Call, tiles: tuple[int, int, int], fields: dict[str, Any], head_dim: int
+    call: Call, tiles: tuple[int, int, int], fields: dict[str, Any], sections: int
 ) -> ListBuilder:
-    """Return what makes the list of tiles: the forward's with rows and keys exchanged.
-
-    `head_dim` is that of a kernel of persistent blocks, 0 for others.
-    """
+    """Return what makes the list of tiles: the forward's with rows and keys exchanged."""
     k, (number, longest_q, longest_k) = call.views[1], lengths_of(call)
     block_m, block_n, _ = tiles
-    sections, deterministic = 1, bool(call.extra & 1)
-    if head_dim:
-        pairs, of_pair = number * k.shape[-2], -(-longest_k // block_n)
-        causal = fields["right"] < longest_k
-        blocks, group = multiprocessors(k.device), fields["group"]
-        sections = num_sections(pairs, of_pair, group, head_dim, blocks, causal, deterministic)
     return ListBuilder(
         Tiling(1, block_n, block_m), (number, longest_k, longest_q), k.shape[0], k.shape[-2], 1,
-        (fields["right"], fields["left"]), 0, call.longest is not None, k.device, deterministic,
+        (fields["right"], fields["left"]), 0, call.longest is not None, k.device, bool(call.extra & 1),
         sections,
+    )  # fmt: skip
+
+
+def _num_sections(call: Call, tiles: tuple[int, int, int], fields: dict[str, Any], head_dim: int) -> int:
+    """Return how many sections the list has where no blocks share keys."""
+    k, (number, _, longest_k) = call.views[1], lengths_of(call)
+    _, block_n, blocks = tiles
+    return num_sections(
+        number * k.shape[-2], -(-longest_k // block_n), fields["group"], head_dim,
+        multiprocessors(k.device) // blocks, fields["right"] < longest_k, bool(call.extra & 1),
     )  # fmt: skip
 
 
@@ -348,9 +356,11 @@ def plan_of(
     device: int,
     groups: int = 1,
     long_steps: bool = False,
+    first_stores: bool = False,
 ) -> Plan:
     """Choose the kernels; `hopper`: those for Hopper, whose tensor copies can bring q, k, v and dout; only
-    these have more than one group of queries, `groups` at most, and long steps."""
+    these have more than one group of queries, `groups` at most, long steps, and blocks the first of which
+    stores its part of dq."""
     capability = compute_capability(device)
     arch = arch_of(*capability)
     if dtype == "float32":
@@ -358,16 +368,18 @@ def plan_of(
     head_dim = _stored_dim(dim, HOPPER_SHAPES if hopper else SHAPES)
     macros = {"HEAD_DIM": head_dim, "BF16": int(dtype == "bfloat16")}
     macros |= {"QUERY_GROUPS": groups} if groups > 1 else {}
+    macros |= {"FIRST_STORES": 1} if first_stores else {}
     if long_steps:
         macros["BLOCK_M"] = LONG_STEPS[head_dim].block_m
-    prepost = build("attention/backward_pre_post", macros | {"ALIGNED": int(aligned), "FLOAT32": 0}, arch)
+    around = macros | {"ALIGNED": int(aligned), "FLOAT32": 0}
+    prepost = build("attention/backward_pre_post", around, arch)
     preprocess, postprocess = (load(prepost, entry, device=device) for entry in ("preprocess", "postprocess"))
     macros["SOFTCAP"] = int(capped)
     if hopper:
         tiling = (LONG_STEPS if long_steps else HOPPER_SHAPES)[head_dim]
         persistent = tiling.cluster == 1
         macros["CLUSTER_SPLIT"] = cluster_split
-        if deterministic and persistent:
+        if deterministic:
             macros["DETERMINISTIC"] = 1
         main = load(build(tiling.source, macros, "sm_90a"), device=device)
         sizes = tiling.block_n, HOPPER_THREADS, tiling.shared_bytes(head_dim), tiling.block_m

@@ -23,21 +23,21 @@ _START, _REDUCE = 2.7, 0.9
 _RESIDENT, _MEASURED_ON = {1: 132, 2: 66, 4: 30, 8: 14}, 132
 _GAIN = 0.95  # of the time before, at most, for more blocks than needed
 
-# In a section of a list, at least: pairs by head dimension, tiles to each multiprocessor. Measured to be best
-# on an H100 and an H200.
-_PAIRS_OF_SECTION = {64: 8, 96: 4, 128: 2}
+# In a section of a list, at least: pairs by head dimension, tiles to each block. Measured to be best on an
+# H100 and an H200.
+_PAIRS_OF_SECTION = {64: 8, 96: 4, 128: 2, 256: 2}
 _TILES_OF_BLOCK, _TILES_OF_BLOCK_IN_ORDER = 0.9, 1.9
 
 # Of a deterministic call: rows of a run (LONGEST_RUN in kernels/cuda/attention/backward_steps_sm90.cuh), what
 # runs of a section may take of L2, and blocks on a pair at least. Measured on an H100.
-_ROWS_OF_RUN = {64: 256, 96: 512, 128: 512}
+_ROWS_OF_RUN = {64: 256, 96: 512, 128: 512, 256: 512}
 _RUN_BYTES, _BLOCKS_OF_PAIR = 16 << 20, 8
 
 
 def num_sections(
-    pairs: int, tiles: int, group: int, head_dim: int, multiprocessors: int, causal: bool, deterministic: bool
+    pairs: int, tiles: int, group: int, head_dim: int, blocks: int, causal: bool, deterministic: bool
 ) -> int:
-    """Return into how many sections the list of persistent blocks is divided.
+    """Return into how many sections the list of a call on Hopper is divided, no blocks of which share keys.
 
     While blocks work on few (sequence, KV head) pairs, Q, dout and dq of these stay in L2. On too few pairs,
     blocks that add to the same rows of dq slow each other down. Without a causal mask and in any order, all
@@ -53,7 +53,8 @@ def num_sections(
         Query heads of a pair.
     head_dim : int
         Channels of the kernel.
-    multiprocessors : int
+    blocks : int
+        That work at once, each on a tile of its own: above 128 channels pairs of blocks.
     causal : bool
         Whether rows see no key behind some place of their own.
     deterministic : bool
@@ -73,12 +74,12 @@ def num_sections(
     if not causal and not deterministic:
         return 1
     of_block = _TILES_OF_BLOCK_IN_ORDER if deterministic else _TILES_OF_BLOCK
-    least = math.ceil(of_block * multiprocessors / max(1, tiles))
+    least = math.ceil(of_block * blocks / max(1, tiles))
     most = max(1, pairs // max(_PAIRS_OF_SECTION[head_dim], least))
     if not deterministic:
         return most
     bytes_of_run = 8 * group * _ROWS_OF_RUN[head_dim] * head_dim  # Q, dout, and dq in float32
-    fit = min(_RUN_BYTES // bytes_of_run, multiprocessors // _BLOCKS_OF_PAIR)
+    fit = min(_RUN_BYTES // bytes_of_run, blocks // _BLOCKS_OF_PAIR)
     return min(most, math.ceil(pairs / max(1, fit)))
 
 
