@@ -43,13 +43,6 @@ class GpuKernels:
 
     def __init__(self, store: DeviceStore) -> None:
         self.store = store
-        for rung in (rung for one in store.stores if one.in_blocks for rung in one.ladder):
-            raise NotImplementedError(
-                f"bits: rung {rung} keeps keys in blocks, which caches on GPUs have not yet; name rungs of "
-                f"one width, such as 'k4v3', or keep the cache on the CPU"
-            )
-        if any(store.frames):
-            raise NotImplementedError("frames: caches on GPUs take no frames yet; leave frames out")
         self.device = cuda_view(store.states, "states").device
         self._of_store = store.head_dim, store.stores[0].dtype, self.device
 
