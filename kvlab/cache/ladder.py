@@ -84,7 +84,7 @@ ERRORS = {16: 0.0, 8: 5.0e-5, 4: 0.0090, 3: 0.0327, 2: 0.1115, 0: 1.0}
 """Relative mean squared error of a K or V vector at each width, as measured on SmolLM2-135M."""
 SHARES = (0.71, 0.19, 0.06, 0.04)
 """How far the error of each block counts in that of a profile: so four profiles come out as measured on the
-same model, errors weighted by what queries ask (docs/performance/page_format_3.md)."""
+same model, errors weighted by what queries ask (docs/performance/page_format.md)."""
 
 
 def loss_of(rung: Rung) -> float:
