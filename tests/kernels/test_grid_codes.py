@@ -31,16 +31,19 @@ def steps_in_parts(bits: int) -> list[int]:
     return [int(step) for step in np.unique(2 * PARTS[bits] * np.frexp(STEPS[1:0xF8])[0])]
 
 
-ALL = [(bits, step) for bits in PARTS for step in steps_in_parts(bits)]
+# Of 4 bits in a profile half a cell is 12 steps, and whole cells have a whole number of parts.
+IN_BLOCKS = [float(half) for half in np.unique(2 * PARTS[4] * np.frexp(12 * STEPS[1:0xF8])[0])]
+ALL = [(bits, step) for bits in PARTS for step in steps_in_parts(bits)] + [(4, half) for half in IN_BLOCKS]
 HALVES = [(bits, step) for bits, step in ALL if bits < 8]
 
 
 def test_steps_in_parts() -> None:
     for bits, parts in PARTS.items():
         assert steps_in_parts(bits) == [parts // 8 * eighth for eighth in range(8, 16)]
+    assert sorted(IN_BLOCKS) == [16.5, 18, 19.5, 21, 22.5, 24, 27, 30]
 
 
-def floors(numbers: np.ndarray, step: int, bits: int) -> np.ndarray:
+def floors(numbers: np.ndarray, step: float, bits: int) -> np.ndarray:
     """The codes of whole numbers, by floors of integers."""
     return np.clip(numbers // (2 * step) + 2 ** (bits - 1), 0, 2**bits - 1)
 
@@ -64,7 +67,7 @@ def test_rounding_by_a_sum() -> None:
         assert np.array_equal(rounded, np.rint(numbers * factor))
 
 
-def part_codes(step: int, bits: int, ulps: int, spare: float = 0.5) -> Doubles:
+def part_codes(step: float, bits: int, ulps: int, spare: float = 0.5) -> Doubles:
     """Codes by a fused operation that is cut to a part of the grid, 0 ... 1, and one that rounds down."""
     per_unit = reciprocal(np.float32(np.ldexp(step, bits + 1 - 24)), ulps).astype(np.float64)
     first = np.float32(per_unit * spare * 2.0**-24 + 0.5)
@@ -74,7 +77,7 @@ def part_codes(step: int, bits: int, ulps: int, spare: float = 0.5) -> Doubles:
 
 @pytest.mark.parametrize("ulps", range(-2, 3))
 @pytest.mark.parametrize(("bits", "step"), ALL)
-def test_floor_of_a_part(bits: int, step: int, ulps: int) -> None:
+def test_floor_of_a_part(bits: int, step: float, ulps: int) -> None:
     assert np.array_equal(part_codes(step, bits, ulps), floors(NUMBERS, step, bits))
     assert not np.array_equal(part_codes(step, bits, ulps, spare=0.0), floors(NUMBERS, step, bits))
 
@@ -87,7 +90,7 @@ def half(x: Any) -> Doubles:
     return np.asarray(x).astype(np.float16).astype(np.float64)
 
 
-def half_codes(step: int, bits: int, ulps: int = 0, spare: float = 0.5) -> Doubles:
+def half_codes(step: float, bits: int, ulps: int = 0, spare: float = 0.5) -> Doubles:
     """Codes by two fused operations: cut to 0 ... 1, and from there to 1536 + code."""
     last = np.float32(2**bits - 1)
     part = reciprocal(np.float32(np.ldexp(step, -24)), ulps) * (np.float32(0.5) / last)
@@ -99,7 +102,7 @@ def half_codes(step: int, bits: int, ulps: int = 0, spare: float = 0.5) -> Doubl
 
 @pytest.mark.parametrize("ulps", range(-2, 3))
 @pytest.mark.parametrize(("bits", "step"), HALVES)
-def test_floor_in_float16(bits: int, step: int, ulps: int) -> None:
+def test_floor_in_float16(bits: int, step: float, ulps: int) -> None:
     assert np.array_equal(half_codes(step, bits, ulps), floors(NUMBERS, step, bits))
 
 

@@ -77,7 +77,10 @@ __device__ __forceinline__ Elements rotate_in_blocks(const float (&raw)[PER_LANE
         for (int j = 0; j < PER_LANE; ++j) x[j] = scratch[places.channels[j]];
         __syncwarp();  // all have been read
     };
-    const Rotated rotated = rotate_integers<true>(raw, mean, is_key, 1.f, arrange);
+    // Two copies where levels of keys are few, for branches take longer than they.
+    const Rotated rotated = HEAD_DIM > 64 ? rotate_integers<true>(raw, mean, is_key, 1.f, arrange)
+                            : is_key      ? rotate_integers<true>(raw, mean, true, 1.f, arrange)
+                                          : rotate_integers<true>(raw, mean, false, 1.f, arrange);
     Elements r;
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) {
