@@ -64,7 +64,7 @@ def filled(batch: int = 4, **options: Any) -> Any:
         step(cache, rng, steps, valid, compared=False)
     store = cache._runner._device.store
     for name, most in (("k_shift", 3), ("asked", 1000), ("exponent", 9), ("k_gain", 9)):
-        table = rng.integers(0, most, tuple(store.tables[name].shape))
+        table = rng.integers(name == "k_gain", most, tuple(store.tables[name].shape))
         store.executor.overwrite(store.tables[name], table.astype(dtype_name(store.tables[name])))
     return cache
 

@@ -5,9 +5,11 @@
 //   write_prefill  grid (any, layers): a warp takes every so many four destination pages, their keys, then
 //                  their values, a page at a time (pages/vectors.cuh), and needs no other.
 // Memory: shared a WarpSpace for each warp, 6.5 KiB at head_dim 128; registers such that 20 warps fill a
-// multiprocessor on Hopper, 16 where the compiler needs more than 96, 8 above head_dim 128. They form one
-// CTA: its warps start together, so the instruction cache holds what most of them need next. The code for a
-// page has 13 KiB; if it outgrew that cache, fetching it would take longer than running it.
+// multiprocessor on Hopper, 24 with profiles at head_dim 64, 16 where the compiler needs more than 96, 8
+// above head_dim 128. They form one CTA: its warps start together, so the instruction cache holds what most
+// of them need next. The code for a page has 13 KiB; if it outgrew that cache, fetching it would take longer
+// than running it. Each profile has code of its own: there a CTA takes neighbours of the list, which plans
+// make rung by rung.
 //
 // Macros: HEAD_DIM; BF16; IN_BLOCKS: whether the ladder has profiles, and PROFILES, which.
 #include "common/async_copies.cuh"
@@ -16,7 +18,7 @@
 
 using Rows = RawRows<true>;
 constexpr int ROW_BYTES = Rows::BYTES;
-constexpr int ON_HOPPER = IN_BLOCKS && HEAD_DIM == 128 ? 16 : 20;
+constexpr int ON_HOPPER = IN_BLOCKS && HEAD_DIM < 128 ? 24 : 20;
 constexpr int WARPS = HEAD_DIM > 128          ? 8
                       : __CUDA_ARCH__ == 900  ? ON_HOPPER
                       : __CUDA_ARCH__ >= 1200 ? 12   // which fill shared memory
@@ -50,7 +52,7 @@ struct alignas(128) WarpSpace {
     Frame frame;                // its mean as float16 where it is of the next pages
     uint4 moves[SLOTS];         // of these, PAGE each, then their Details
     u32 ahead[PAGES + 1];       // where the moves of the pages after that begin and end
-    int number, pages;          // of the first of these pages; of the list
+    int number, pages;          // of the first of these pages; where those of the CTA end
     Pages pages_of[2];          // these and the next, by stages
 };
 static_assert(sizeof(WarpSpace) ==
@@ -253,7 +255,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     }
     __syncthreads();
     WarpSpace& space = ((WarpSpace*)shared)[warp];
-    const int stride = PAGES * gridDim.x * (blockDim.x / 32);
+    const int stride = PAGES * (IN_BLOCKS ? 1 : gridDim.x) * (blockDim.x / 32);
     const auto ask = [&](const Pages& pages, int side, int page, u32 lane) {
         __syncwarp();  // all lanes have read the rows before
         ask_for_rows(pages.from[side][page], 2 * (u32)(side == KEYS ? new_tokens.k_step : new_tokens.v_step),
@@ -266,8 +268,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
         if (blockIdx.x == 0)
             for (int i = threadIdx.x; i < s.batch * s.heads; i += blockDim.x)
                 s.seqlen[i] = new_tokens.first + new_tokens.steps;
+#if IN_BLOCKS
+        const u64 all = (*list.num_groups + PAGES - 1) / PAGES;
+        const int number = PAGES * ((int)(all * blockIdx.x / gridDim.x) + warp);
+        const int pages = min(PAGES * (int)(all * (blockIdx.x + 1) / gridDim.x), *list.num_groups);
+#else
         const int number = PAGES * (blockIdx.x + gridDim.x * warp);  // CTAs share the last pages
         const int pages = *list.num_groups;
+#endif
         if (number >= pages) return;
         if (lane == 0) space.number = number, space.pages = pages;
         __syncwarp();  // the number of pages is there

@@ -265,57 +265,61 @@ struct alignas(16) Signs {
 };
 
 // The Hadamard transform of integers in blocks of BLOCK channels, less that of the mean, rounded to 11
-// significant bits.
-template <int BLOCK>
+// significant bits; AT_ONCE channels at a time, whole blocks.
+template <int BLOCK, int AT_ONCE>
 __device__ __forceinline__ void rotate_blocks(Vectors& x, const Signs& signs, const Frame* mean,
                                               const Loaded& loaded, u32 lane) {
     constexpr int SPAN = BLOCK < 32 ? BLOCK : 32;  // channels that one matrix of signs rotates
-    constexpr int SPANS = HEAD_DIM / SPAN, OF_SPAN = SPAN / 16;
+    constexpr int SPANS = AT_ONCE / SPAN, OF_SPAN = SPAN / 16;
     float less[2] = {};
     if (mean) scale_of_mean(*mean, loaded, less);
-    Vectors z;
 #pragma unroll
-    for (int n = 0; n < SPAN / 8; ++n) {  // columns 8 n to 8 n + 7
-        float sums[SPANS][4] = {};
+    for (int first = 0; first < TILES; first += AT_ONCE / 16) {
+        u32 z[AT_ONCE / 16][4];
 #pragma unroll
-        for (int s = 0; s < SPANS; ++s)
-#pragma unroll
-            for (int i = 0; i < OF_SPAN; ++i) {
-                const int sign = __popc(i & n / 2) & 1;
-                mma(sums[s], x[s * OF_SPAN + i], signs.pair[2 * sign + n % 2][0],
-                    signs.pair[2 * sign + n % 2][1]);
-            }
-#pragma unroll
-        for (int h = 1; h * SPAN < BLOCK; h *= 2)
+        for (int n = 0; n < SPAN / 8; ++n) {  // columns 8 n to 8 n + 7
+            float sums[SPANS][4] = {};
 #pragma unroll
             for (int s = 0; s < SPANS; ++s)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    if (s & h) continue;
-                    const float a = sums[s][i], b = sums[s + h][i];
-                    sums[s][i] = a + b, sums[s + h][i] = a - b;
+                for (int i = 0; i < OF_SPAN; ++i) {
+                    const int sign = __popc(i & n / 2) & 1;
+                    mma(sums[s], x[first + s * OF_SPAN + i], signs.pair[2 * sign + n % 2][0],
+                        signs.pair[2 * sign + n % 2][1]);
                 }
 #pragma unroll
-        for (int s = 0; s < SPANS; ++s) {
-            const int t = s * OF_SPAN + n / 2;
-            if (mean) take_mean_off(sums[s], *mean, less, t, n % 2, lane);
+            for (int h = 1; h * SPAN < BLOCK; h *= 2)
 #pragma unroll
-            for (int i = 0; i < 2; ++i) z[t][n % 2 * 2 + i] = pack_halves(sums[s][2 * i], sums[s][2 * i + 1]);
+                for (int s = 0; s < SPANS; ++s)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        if (s & h) continue;
+                        const float a = sums[s][i], b = sums[s + h][i];
+                        sums[s][i] = a + b, sums[s + h][i] = a - b;
+                    }
+#pragma unroll
+            for (int s = 0; s < SPANS; ++s) {
+                const int t = s * OF_SPAN + n / 2;
+                if (mean) take_mean_off(sums[s], *mean, less, first + t, n % 2, lane);
+#pragma unroll
+                for (int i = 0; i < 2; ++i)
+                    z[t][n % 2 * 2 + i] = pack_halves(sums[s][2 * i], sums[s][2 * i + 1]);
+            }
         }
+#pragma unroll
+        for (int t = 0; t < AT_ONCE / 16; ++t)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x[first + t][i] = z[t][i];
     }
-#pragma unroll
-    for (int t = 0; t < TILES; ++t)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x[t][i] = z[t][i];
 }
 
 // Rotates keys, which have a mean, or values.
 __device__ __forceinline__ void rotate_integers(Vectors& x, const Signs& signs, const Frame* mean,
                                                 const Loaded& loaded, u32 lane) {
 #if IN_BLOCKS
-    if (mean) return rotate_blocks<KEY_ROTATION>(x, signs, mean, loaded, lane);
-    rotate_blocks<ROTATION_BLOCK>(x, signs, nullptr, loaded, lane);
+    if (mean) return rotate_blocks<KEY_ROTATION, HEAD_DIM / KEY_BLOCKS>(x, signs, mean, loaded, lane);
+    rotate_blocks<ROTATION_BLOCK, HEAD_DIM>(x, signs, nullptr, loaded, lane);
 #else
-    rotate_blocks<ROTATION_BLOCK>(x, signs, mean, loaded, lane);
+    rotate_blocks<ROTATION_BLOCK, HEAD_DIM>(x, signs, mean, loaded, lane);
 #endif
 }

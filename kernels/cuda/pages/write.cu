@@ -8,8 +8,8 @@
 //   copy_pages    grid (any, layers): a warp takes every so many copy.
 //   merge_rows    a warp one query row: attention over stored and over new tokens, when these are many.
 // Memory: shared a WarpSpace for each warp, 11.4 KiB at head_dim 128, most of it rows of this page and the
-// next; 128 registers for four blocks a multiprocessor, up to 255 for two from compute capability 10.0 on,
-// where 128 are too few.
+// next; 128 registers for four blocks a multiprocessor, 168 for three with profiles at head_dim 128, up to
+// 255 for two from compute capability 10.0 on, where 128 are too few.
 //
 // Macros: HEAD_DIM; BF16; IN_BLOCKS: whether the ladder has profiles, and PROFILES, which.
 #include "pages/copies.cuh"
@@ -18,7 +18,9 @@
 constexpr int THREADS = 256;  // of the other kernels
 constexpr u32 ALL_SLOTS = (1u << PAGE) - 1;
 constexpr int WRITE_THREADS = 128, WRITE_WARPS = WRITE_THREADS / 32;
-constexpr int BLOCKS = HEAD_DIM > 128 || __CUDA_ARCH__ >= 1000 ? 2 : 4;  // of a multiprocessor
+constexpr int BLOCKS = HEAD_DIM > 128 || __CUDA_ARCH__ >= 1000 ? 2
+                       : IN_BLOCKS && HEAD_DIM == 128          ? 3
+                                                               : 4;  // of a multiprocessor
 
 // LANES lanes have a stored vector that becomes raw again: of every LANES RUN elements each has RUN in a row.
 constexpr int LANES = 4, RUN = 2, PER_LANE = HEAD_DIM / LANES;
@@ -109,24 +111,28 @@ __device__ __forceinline__ void put_block(const u32 (&words)[BLOCK_TILES][2], in
     }
 }
 
-// Codes of a stored key; a lane has channels 2 lane, the next, and those 8 further on of every 16, which
-// share words.
+// Codes of a stored key, AT_ONCE blocks at a time; a lane has channels 2 lane, the next, and those 8 further
+// on of every 16, which share words.
 __device__ __forceinline__ void take_key(const Region& from, u32 slot, u8* row, u32 lane) {
-    u32 words[KEY_BLOCKS][BLOCK_TILES][2];
-    int tiles[KEY_BLOCKS];
+    constexpr int AT_ONCE = HEAD_DIM < 128 ? KEY_BLOCKS : 2;
+#pragma unroll 1
+    for (int first = 0; first < KEY_BLOCKS; first += AT_ONCE) {
+        u32 words[AT_ONCE][BLOCK_TILES][2];
+        int tiles[AT_ONCE];
 #pragma unroll
-    for (int block = 0; block < KEY_BLOCKS; ++block) {
-        const Run run = run_of_block(from.bits, block);
-        const u32* const codes = (const u32*)from.codes + 32 * run.word + 4 * (slot / 2) + lane;
-        tiles[block] = BLOCK_TILES * (block - run.first);
-        KVLAB_FOR_BLOCK(width_of_block(from.bits, block),
-                        ask_for_block<BITS>(codes, tiles[block], words[block]));
-    }
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const Run run = run_of_block(from.bits, first + i);
+            const u32* const codes = (const u32*)from.codes + 32 * run.word + 4 * (slot / 2) + lane;
+            tiles[i] = BLOCK_TILES * (first + i - run.first);
+            KVLAB_FOR_BLOCK(width_of_block(from.bits, first + i),
+                            ask_for_block<BITS>(codes, tiles[i], words[i]));
+        }
 #pragma unroll
-    for (int block = 0; block < KEY_BLOCKS; ++block) {
-        u8* const to = row + 16 * BLOCK_TILES * block + 2 * lane;
-        KVLAB_FOR_BLOCK(width_of_block(from.bits, block),
-                        put_block<BITS>(words[block], tiles[block], slot % 2, to));
+        for (int i = 0; i < AT_ONCE; ++i) {
+            u8* const to = row + 16 * BLOCK_TILES * (first + i) + 2 * lane;
+            KVLAB_FOR_BLOCK(width_of_block(from.bits, first + i),
+                            put_block<BITS>(words[i], tiles[i], slot % 2, to));
+        }
     }
 }
 static_assert(!IN_BLOCKS || LANES == 4, "a lane for each pair of channels of eight");
@@ -450,7 +456,12 @@ extern "C" __global__ void __launch_bounds__(WRITE_THREADS, BLOCKS)
     const LayerState& s = layers[blockIdx.y];
     const MoveList& list = lists[blockIdx.y];
     const Side side = (Side)blockIdx.z;
+#if IN_BLOCKS  // neighbours of the list, whose code its warps share
+    const u64 all = *list.num_groups;
+    const int pages = (int)(all * (blockIdx.x + 1) / gridDim.x), stride = WRITE_WARPS;
+#else
     const int pages = *list.num_groups, stride = gridDim.x * WRITE_WARPS;
+#endif
     const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
         shared.heads = s.heads;
@@ -460,7 +471,11 @@ extern "C" __global__ void __launch_bounds__(WRITE_THREADS, BLOCKS)
     if (warp == 0) shared.signs[lane] = Signs::of(lane);
     __syncthreads();  // what warps share is there
     WarpSpace& space = ((WarpSpace*)spaces)[warp];
+#if IN_BLOCKS
+    const int begin = (int)(all * blockIdx.x / gridDim.x) + warp;
+#else
     const int begin = blockIdx.x + gridDim.x * warp;  // CTAs share the last pages
+#endif
     if (begin < pages) {
         ask_for_moves(list, begin, space.pages[0].moves);
         wait_copies();

@@ -222,7 +222,7 @@ def write_tokens(
         row = -(-2 * head_dim // 128) * 128
         own = 7 * head_dim + 1952 if in_blocks else 5 * head_dim + 1904
         each = -(-(own + TOKENS_PER_PAGE * row) // 128) * 128  # WarpSpace in pages/prefill.cu
-        on_hopper = 16 if in_blocks and head_dim == 128 else 20
+        on_hopper = 24 if in_blocks and head_dim < 128 else 20
         most = {9: on_hopper, 12: 12}.get(compute_capability(device)[0], 16)  # WARPS there
         most = 8 if head_dim > 128 else most
         free = shared_memory_per_block(device) - kernel.resources.shared_bytes
