@@ -1,6 +1,6 @@
 """Time decode over keys in blocks of channels beside widths of the same bytes, back and forth.
 
-    python benchmarks/packed_decode/profiles.py OUT.json [--shapes ...] [--pairs ...] [--seconds N]
+    python benchmarks/packed_decode/profiles.py OUT.json [--shapes ...] [--pairs ...] [--backend numba]
 
 Cases are drawn and checked as `kvlab.lab.benchmark.decode_cuda` tells. A ratio below 1 says that profiles are
 faster.
@@ -21,7 +21,10 @@ from kvlab.lab.benchmark.decode_cuda import LADDERS, prepare_packed
 from kvlab.lab.benchmark.device_pages import Mixture, Shape
 from kvlab.lab.results import provenance
 from kvlab.lab.timing_gpu import time_in_succession
+from kvlab.ops.cuda import packed as packed_cuda
+from kvlab.ops.numba import packed as packed_numba
 
+BACKENDS = {"cuda": packed_cuda, "numba": packed_numba}
 SHAPES = {
     "gqa 1 x 32K": Shape(1, 32768), "gqa 8 x 32K": Shape(8, 32768), "gqa 1 x 4K": Shape(1, 4096),
     "gqa 1 x 32K d64": Shape(1, 32768, head_dim=64), "gqa 8 x 32K d64": Shape(8, 32768, head_dim=64),
@@ -43,13 +46,17 @@ def main() -> None:
     parser.add_argument("out", type=pathlib.Path)
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--pairs", default=",".join(PAIRS))
+    parser.add_argument("--backend", choices=BACKENDS, default="cuda")
     parser.add_argument("--seconds", type=float, default=600, help="no case begins later")
     options = parser.parse_args()
-    begun, rows = time.monotonic(), []
+    backend, begun, rows = BACKENDS[options.backend], time.monotonic(), []
     for shape, pair in itertools.product(options.shapes.split(","), options.pairs.split(",")):
         if time.monotonic() - begun > options.seconds:
             break
-        cases = [prepare_packed(SHAPES[shape], mixture, most_compared=4096) for mixture in PAIRS[pair]]
+        cases = [
+            prepare_packed(SHAPES[shape], mixture, backend=backend, most_compared=4096)
+            for mixture in PAIRS[pair]
+        ]
         times: tuple[list[float], list[float]] = [], []
         for turn in TURNS:
             times[turn].append(1e6 * time_in_succession(cases[turn].calls, 20).median)
