@@ -181,9 +181,9 @@ def packed_attention(
     Raises
     ------
     ValueError
-        If shapes do not fit, softcap, window or keep_scores is out of range, a window comes without
-        first_position or the other way round, or, on the CPU, the page table names a page that does not
-        exist.
+        If shapes do not fit, packed keys of some layouts only are in profiles, softcap, window or keep_scores
+        is out of range, a window comes without first_position or the other way round, or, on the CPU, the
+        page table names a page that does not exist.
     TypeError
         If q is no array of a supported dtype or first_position none of int32.
     NotImplementedError
@@ -288,6 +288,12 @@ def _check(q: Any, pages: Pages, softcap: float, keep_scores: int) -> int:
             "pages.k_shift": (pages.k_shift.shape, ("B", "Hkv", head_dim)),
         }
     )
+    packed = [layout for layout in pages.layouts if layout.bits_k != 16]
+    if len({layout.in_blocks for layout in packed}) > 1:
+        raise ValueError(
+            f"pages.layouts keep packed keys in profiles and in widths, {[x.bits_k for x in packed]}: all "
+            "must be one or the other, so write width 8 as the profile (8, 8, 8, 8)"
+        )
     if sizes["D"] != head_dim:
         raise ValueError(f"q has head_dim {sizes['D']}, but the pages hold tokens of head_dim {head_dim}")
     if not softcap >= 0:

@@ -20,7 +20,6 @@ from kvlab.numba_kernels.cpu.softmax import exp2
 from numpy.typing import NDArray
 
 from kvlab.arrays import numpy_dtype
-from kvlab.ops.cuda.packed import profiles_of
 from kvlab.ops.packed import mass_from_scores, packed_attention
 from kvlab.pages import NO_PAGE, QUAD, TOKENS_PER_PAGE, LayerPages, PageLayout, new_pool
 from kvlab.reference import packed as reference
@@ -440,6 +439,9 @@ def test_refuses_calls_that_make_no_sense() -> None:
         packed_attention(q[:, :, :3], pages)
     with pytest.raises(ValueError, match="B"):
         packed_attention(q[:1], pages)
+    mixed = small_case(rungs=((4, 4), ((8, 4, 2, 2), 4), (16, 16)))
+    with pytest.raises(ValueError, match=r"keys in profiles and in widths, \[4, \(8, 4, 2, 2\)\]"):
+        call(mixed)
     with pytest.raises(ValueError, match="softcap must be 0"):
         packed_attention(q, pages, softcap=float("nan"))
     with pytest.raises(ValueError, match="keep_scores must be from 0 to the 2 query rows, got 3"):
@@ -490,17 +492,6 @@ def test_refuses_a_quad_of_two_rungs() -> None:
     case.pages.index[1, 1, 5] = 0
     with pytest.raises(ValueError, match="page table"):
         call(case, "cpu")
-
-
-def test_a_gpu_takes_ladders_of_profiles_or_of_widths() -> None:
-    def layouts(*rungs: tuple[Any, int]) -> tuple[PageLayout, ...]:
-        return tuple(PageLayout(64, *rung, 2) for rung in rungs)
-
-    in_blocks = (((4, 2, 2, 0), 2), ((8, 8, 8, 8), 2), ((8, 8, 8, 8), 8), (16, 16))
-    assert profiles_of(layouts(*in_blocks)) == "k4220k8888"
-    assert profiles_of(layouts(*SOME_RUNGS)) == ""
-    with pytest.raises(NotImplementedError, match=r"profiles and in widths.*\(8, 8, 8, 8\)"):
-        profiles_of(layouts(*in_blocks, (8, 8)))
 
 
 def _exp2_of_eights(x: Array, out: Array) -> None:

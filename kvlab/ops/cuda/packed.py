@@ -153,18 +153,6 @@ def item_bytes(layout: Layout) -> int:
     return max(QUAD // (2 if bits == 16 else 1) * (size + _SHIFT) for bits, size in sides)
 
 
-def profiles_of(layouts: tuple[Layout, ...]) -> str:
-    """Return the profiles of K as the kernel's macro has them, empty if K has widths."""
-    coded = [layout for layout in layouts if layout.bits_k != 16]
-    in_blocks = [layout for layout in coded if layout.in_blocks]
-    if in_blocks and len(in_blocks) < len(coded):
-        raise NotImplementedError(
-            f"pages.layouts keep keys in profiles and in widths, bits_k {[x.bits_k for x in layouts]}; on a "
-            "GPU all below 16 must be one or the other: write width 8 as the profile (8, 8, 8, 8)"
-        )
-    return profile_names(layout.bits_k for layout in layouts)
-
-
 @lru_cache(maxsize=256)
 def _plan(
     layouts: tuple[Layout, ...],
@@ -178,7 +166,8 @@ def _plan(
 ) -> _Plan:
     head_dim = layouts[0].head_dim
     of_keys, of_values = {w for x in layouts for w in x.blocks if w}, {layout.bits_v for layout in layouts}
-    widths, profiles = [sum(_FLAG[w] for w in found) for found in (of_keys, of_values)], profiles_of(layouts)
+    widths = [sum(_FLAG[w] for w in found) for found in (of_keys, of_values)]
+    profiles = profile_names(layout.bits_k for layout in layouts)
     capability = check_capability(device)
     # 12 warps leave 168 registers a thread, too few for larger heads, for windows, for scores of 8 rows (kept
     # as float32, or at all beside profiles), and for all widths beyond sm_90. Raw pages take few
