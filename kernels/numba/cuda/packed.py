@@ -39,7 +39,7 @@ import numpy as np
 from numba import cuda, types
 
 from .integers import pieces_of
-from .packed_blocks import make_block_scores
+from .packed_blocks import make_block_scores, profiles_of
 from .packed_products import make_by_width, make_scores, make_values
 from .packed_query import make_queries
 from .packed_raw import make_raw_scores, make_raw_values
@@ -73,7 +73,7 @@ def rounds_of(widths_v):
 
 
 def attend_pages(
-    head_dim, dtype, widths_k, widths_v, rows, profiles=0, softcap=0, kept=0, window=0, blocks=6
+    head_dim, dtype, widths_k, widths_v, rows, profiles="", softcap=0, kept=0, window=0, blocks=6
 ):
     """Make the kernel that attends the quads of each part; `kvlab.jit.numba.build_numba` compiles it.
 
@@ -86,8 +86,8 @@ def attend_pages(
         Which widths occur, of K in any block: a sum of 1 (2 bits), 2 (3 bits), 4, 8 and 16.
     rows : int
         Query rows that one expansion of a quad serves: 1, 2 or 4.
-    profiles : int
-        1 if keys are kept in blocks of channels, each with a width of its own; else 0.
+    profiles : str
+        Where keys are kept in blocks of channels: the widths of blocks that occur, such as k8422k4220.
     softcap, kept, window : int
         1 if scores are capped, some of them kept, or old tokens hidden; else 0.
     blocks : int
@@ -97,13 +97,14 @@ def attend_pages(
     make_coded_scores, make_coded_values = (
         functools.partial(make, few_registers=blocks > 4) for make in (make_scores, make_values)
     )
+    profiles_of_k = profiles_of(profiles)
+    block_scores, in_blocks = make_block_scores(profiles_of_k, *common, blocks > 4), len(profiles_of_k) > 0
     scores_2, scores_3, scores_4, scores_8, scores_16 = make_by_width(
-        make_coded_scores, make_raw_scores, widths_k & 16 if profiles else widths_k, *common
+        make_coded_scores, make_raw_scores, widths_k & 16 if in_blocks else widths_k, *common
     )
     values_2, values_3, values_4, values_8, values_16 = make_by_width(
         make_coded_values, make_raw_values, widths_v, *common
     )
-    block_scores = make_block_scores(widths_k if profiles else 0, *common, few_registers=blocks > 4)
     coded_k, coded_v, both_rounds = widths_k & 15 != 0, widths_v & 15 != 0, len(rounds_of(widths_v)) == 2
     first_round, end_round = (int(raw) for raw in (rounds_of(widths_v)[0], rounds_of(widths_v)[-1]))
     end_round += 1
@@ -117,12 +118,12 @@ def attend_pages(
     query_words, pair_words = coded_k * pieces * rows * head_dim // 2 or 1, coded_v * pieces * 32 * rows
     all_exchange, all_weights = WARPS * exchange_floats, WARPS * weights_floats or 1
     all_pairs, all_units, query_sums = WARPS * pair_words or 1, WARPS * 4 * rows, 4 * pieces * rows
-    if profiles:
+    if in_blocks:
         query_sums *= BLOCKS
     all_pages = 4 * WARPS
     sums_floats, out_floats = 2 * rows, channels * rows
-    bring_row = make_queries(head_dim, dtype, rows, widths_k, profiles)
-    widths_of = make_widths(head_dim, dtype, widths_k, widths_v, profiles)
+    bring_row = make_queries(head_dim, dtype, rows, widths_k, in_blocks)
+    widths_of = make_widths(head_dim, dtype, widths_k, widths_v, profiles_of_k)
     whole_scores = make_whole_scores(rows, score_stride, softcap, window)
     update_row_max = make_row_max(rows, score_stride, out_floats)
     exp_scores, write_floats, write_largest, write_pairs = make_weights(rows, dtype)
@@ -251,10 +252,10 @@ def attend_pages(
                 cuda.syncwarp()  # where the pages are is known
 
                 # Scores: every lane its columns of its 8 tokens.
-                if profiles and width_k:
+                if in_blocks and width_k:
                     block_scores(
                         memory, pool, page_at, own_pages, lane, query_pairs, sums_of_h, exchange, mine,
-                        width_k,
+                        width_k - 1,
                     )  # fmt: skip
                 elif width_k == 2:
                     scores_2(memory, pool, page_at, own_pages, lane, query_pairs, sums_of_h, exchange, mine)
@@ -284,7 +285,7 @@ def attend_pages(
                     slot = 2 * g + t
                     position = position_of(base[entry + u], pair_of_positions, t) if window else 0
                     factor = step_of(k_step, slot)
-                    if not profiles:
+                    if not in_blocks:
                         factor *= power_of_two(-field_shift(width_k, t))
                     unused = slot >= tokens_here
                     if whole_scores(
@@ -329,9 +330,8 @@ def attend_pages(
 
     pointer, whole = types.CPointer, types.int32
     element = pointer(types.uint32 if dtype == "float32" else types.uint16)
-    bits_k = types.UniTuple(types.int64, 3) if profiles else types.int64
     arguments = (
-        pointer(types.uint32), types.UniTuple(types.int64, MAX_RUNGS), whole, bits_k, types.int64,
+        pointer(types.uint32), types.UniTuple(types.int64, MAX_RUNGS), whole, types.int64, types.int64,
         pointer(types.uint8), pointer(types.uint32), pointer(types.uint32), pointer(types.int32),
         pointer(types.uint16), pointer(types.uint8), element, types.int64, types.int64, types.int64,
         pointer(types.float32), pointer(types.float32), whole, whole, whole, whole, whole,
@@ -347,7 +347,9 @@ def attend_pages(
 # gate: attend_pages head_dim=128 dtype=bfloat16 widths_k=1 widths_v=1 rows=4 softcap=1 kept=1 blocks=4 registers<=255
 # gate: attend_pages head_dim=64 dtype=float16 widths_k=4 widths_v=8 rows=4 window=1 blocks=4 registers<=255 arch=sm_80
 # gate: attend_pages head_dim=256 dtype=float16 widths_k=31 widths_v=31 rows=2 blocks=4 registers<=255 arch=sm_90a
-# gate: attend_pages head_dim=128 dtype=bfloat16 widths_k=13 widths_v=15 rows=4 profiles=1 blocks=4 registers<=255
-# gate: attend_pages head_dim=64 dtype=float16 widths_k=5 widths_v=1 rows=4 profiles=1 registers<=168 arch=sm_90a
-# gate: attend_pages head_dim=192 dtype=float32 widths_k=29 widths_v=31 rows=2 profiles=1 blocks=4 registers<=255 arch=sm_80
+# gate: attend_pages head_dim=128 dtype=bfloat16 widths_k=13 widths_v=15 rows=4 profiles=k4220k4422k8422k8444k8888 blocks=4 registers<=255
+# gate: attend_pages head_dim=64,128 dtype=float16 widths_k=8 widths_v=8 rows=4 profiles=k8888 registers<=168 arch=sm_90a
+# gate: attend_pages head_dim=128 dtype=bfloat16 widths_k=13 widths_v=2 rows=4 profiles=k8422 registers<=168 arch=sm_90a
+# gate: attend_pages head_dim=64 dtype=float16 widths_k=5 widths_v=1 rows=4 profiles=k4220k4422 registers<=168 arch=sm_90a
+# gate: attend_pages head_dim=192 dtype=float32 widths_k=29 widths_v=31 rows=2 profiles=k8420k8800k4422 blocks=4 registers<=255 arch=sm_80
 # gate: attend_pages head_dim=80 dtype=float32 widths_k=31 widths_v=31 rows=4 blocks=4 registers<=255 arch=sm_80

@@ -1,98 +1,209 @@
 """Decode attention over packed pages: the products K q of keys in blocks of channels.
 
-Neighbouring blocks of one width are a run, with products as those of `cuda/packed_products.py` and sums of
-its own: codes stand at other bits of their bytes in others. What runs come to is added up in float32, each
-times the cells of its width. A run is a loop over blocks, whose number is known only when the kernel runs:
-so one kernel serves all profiles of the same widths.
+They follow those of `cuda/packed_products.py`, and come to one sum: a code of any width times the `FACTORS`
+of that width still is a byte. A function is made for each profile, so that a lane loads the words of several
+blocks together, whatever their widths: it waits for memory once for all of them.
 """
 
 import numpy as np
 from numba import cuda
 
-from .integers import PIECE, pieces_of
-from .packed_products import FLAGS, make_key_steps, make_load_tiles, nothing
-from .page import BLOCKS, FACTORS, device, field_shift, power_of_two, tile_words
+from .integers import pieces_of
+from .packed_products import make_key_steps, nothing
+from .page import BLOCKS, FACTORS, device, load_tile_of
 
-int32, uint32, int64, float32 = np.int32, np.uint32, np.int64, np.float32
+int32, uint32, int64 = np.int32, np.uint32, np.int64
 
 
-def make_run_scores(bits, dtype, head_dim, rows, few_registers):
-    """Make the device function that adds K q of blocks first to end - 1 to [8 tokens][rows].
+def profiles_of(names):
+    """Return the profiles that a text such as k8422k4220 names, each four widths."""
+    return [tuple(map(int, name)) for name in names.split("k")[1:]]
 
-    They have one width. It follows `make_scores`. `pool` leads to a lane's first word of the first of them;
-    sums_of_h[piece][block][u][rows]. Results count units of q; those of block 0 begin the sums.
+
+def words_of_profile(profile, head_dim):
+    """Return how many words the codes of a profile take: those of the lanes side by side."""
+    return (head_dim // 64 * sum(profile) + 3) // 4 * 32
+
+
+def make_choice(values):
+    """Make the device function that returns values[i]."""
+    first = values[0]
+    if len(values) == 1:
+        return device(lambda i: first)
+    rest = make_choice(values[1:])
+
+    @device
+    def choice(i):
+        return first if i == 0 else rest(i - 1)
+
+    return choice
+
+
+def codes_of_block(bits):
+    """Make the device function that returns four codes of a row of a tile, times their factor, as bytes.
+
+    `odd`: whether a tile is the second of a word.
     """
-    at_once, half_sums, per_tile, pieces = head_dim // 64, 4 * rows, tile_words(bits, dtype), pieces_of(dtype)
-    load_tiles, largest, factor = make_load_tiles(bits, dtype, head_dim, at_once), 2**bits - 1, FACTORS[bits]
-    all_words, per_q, pair_words = 2 * at_once * per_tile, 2 * rows, head_dim // 2 * rows
-    take_pairs, add_tile = make_key_steps(bits, rows)
+    factor = uint32(FACTORS[bits])
 
     @device
-    def write_token(sums, token, exchange, start, unit, begins):
-        scale = unit * (float32(factor) * power_of_two(-field_shift(bits, token & 1)))
-        for row in range(rows):
-            i = token * rows + row
-            before = float32(0) if begins else exchange[start + uint32(i)]
-            exchange[start + uint32(i)] = before + float32(sums[i]) * scale
+    def codes(words, at, later, odd):
+        if bits == 8:
+            return words[at + later]
+        if bits == 4:
+            return uint32(((words[at] >> uint32(4 * later)) & uint32(0x0F0F0F0F)) * factor)
+        shift = 5 - 4 * odd - 2 * later  # to bit 5, which counts 32
+        word = words[at] << uint32(shift) if shift > 0 else words[at] >> uint32(-shift)
+        return uint32(word & uint32(0x60606060))
+
+    return codes
+
+
+def make_block(profile, block, dtype, head_dim, rows):
+    """Make the device functions that load what a lane has of a block of a page, and add its K q of two pages.
+
+    The third result is how many words are loaded of a page.
+    """
+    bits, tiles = profile[block], head_dim // 64
+    run = profile.index(bits)
+    first_tile, first_word = (block - run) * tiles, sum(profile[:run]) * tiles // 4 * 32
+    per_tile, load_rows, codes = max(1, bits // 4), load_tile_of(bits, dtype, head_dim), codes_of_block(bits)
+    take_pairs, add_row, _ = make_key_steps(rows)
 
     @device
-    def write_scores(
-        memory, pool, page_at, quad_at, lane, pairs, sums_of_h, exchange, exchange_at, first, end
-    ):  # fmt: skip
+    def load_block(memory, at, words, to):
+        for j in range(tiles):
+            tile = first_tile + j
+            if bits == 2:
+                words[to + j] = memory[at + first_word + 32 * (tile >> 1)]
+            else:
+                load_rows(memory, at + first_word, tile, words, to + per_tile * j)
+
+    @device
+    def add_tile(words, at, odd, q, sums, token):
+        for later in range(2):
+            add_row(codes(words, at, later, odd), q, sums, token + later)
+
+    @device
+    def add_block(words, to, of_page, pairs, pairs_at, q, sums):
+        for j in range(tiles):
+            at, odd = to + per_tile * j, (first_tile + j) & 1
+            take_pairs(pairs, pairs_at + uint32(8 * (block * tiles + j) * rows), q)
+            add_tile(words, at, odd, q, sums, 0)
+            add_tile(words, at + of_page, odd, q, sums, 2)
+
+    return load_block, add_block, per_tile * tiles
+
+
+def make_part(blocks):
+    """Make of several blocks, as `make_block` returns them, one of their words together."""
+    load_first, add_first, words_of_first = blocks[0]
+    if len(blocks) == 1:
+        return blocks[0]
+    load_rest, add_rest, words_of_rest = make_part(blocks[1:])
+
+    @device
+    def load_blocks(memory, at, words, to):
+        load_first(memory, at, words, to)
+        load_rest(memory, at, words, to + words_of_first)
+
+    @device
+    def add_blocks(words, to, of_page, pairs, pairs_at, q, sums):
+        add_first(words, to, of_page, pairs, pairs_at, q, sums)
+        add_rest(words, to + words_of_first, of_page, pairs, pairs_at, q, sums)
+
+    return load_blocks, add_blocks, words_of_first + words_of_rest
+
+
+@device
+def no_part(memory, pool, page_at, first_page, pairs, pairs_at, q, sums):
+    """Stand behind the last part."""
+
+
+def make_parts(parts, few_registers):
+    """Make the device function that adds K q of two pages of the quad, part after part."""
+    if not parts:
+        return no_part
+    load_blocks, add_blocks, of_page = parts[0]
+    rest, all_words = make_parts(parts[1:], few_registers), 2 * of_page
+
+    @device
+    def add_parts(memory, pool, page_at, first_page, pairs, pairs_at, q, sums):
         words = cuda.local.array(all_words, uint32)
+        load_blocks(memory, pool + 4 * int64(page_at[first_page]), words, 0)
+        load_blocks(memory, pool + 4 * int64(page_at[first_page + uint32(1)]), words, of_page)
+        add_blocks(words, 0, of_page, pairs, pairs_at, q, sums)
+        if few_registers:
+            cuda.syncwarp()  # the next words are loaded only now: registers would not hold more
+        rest(memory, pool, page_at, first_page, pairs, pairs_at, q, sums)
+
+    return add_parts
+
+
+def make_profile_scores(profile, dtype, head_dim, rows, few_registers):
+    """Make the device function that writes K q of keys of a profile: see `make_scores`.
+
+    sums_of_h[piece][block][u][rows] are those of each block. Results are as they should be, in units of q.
+    """
+    half_sums, pieces, per_q, pair_words = 4 * rows, pieces_of(dtype), 2 * rows, head_dim // 2 * rows
+    blocks = [make_block(profile, block, dtype, head_dim, rows) for block in range(BLOCKS) if profile[block]]
+    together = max(1, BLOCKS * 64 // head_dim)
+    parts = [make_part(blocks[first : first + together]) for first in range(0, len(blocks), together)]
+    add_parts = make_parts(parts, few_registers)
+    _, _, write_token = make_key_steps(rows)
+    lacks = make_choice([FACTORS.get(bits, 0) * (2**bits - 1) for bits in profile])
+
+    @device  # four calls, as of `write_token`
+    def start_token(starts, sums, token):
+        for row in range(rows):
+            sums[token * rows + row] = starts[row]
+
+    @device
+    def write_scores(memory, pool, page_at, quad_at, lane, pairs, sums_of_h, exchange, exchange_at):
         q = cuda.local.array(per_q, uint32)
         sums = cuda.local.array(half_sums, int32)
+        starts = cuda.local.array(rows, int32)
         for piece in range(pieces):
             pairs_at = uint32(piece * pair_words + (lane & 3) * rows)
+            for row in range(rows):
+                starts[row] = 0
+                for block in range(BLOCKS):
+                    at = uint32((4 * (BLOCKS * piece + block) + (lane & 3)) * rows + row)
+                    starts[row] -= sums_of_h[at] * lacks(block)
             for first_b in range(0, 4, 2):
-                for row in range(rows):
-                    h = int32(0)
-                    for block in range(first, end):
-                        h += sums_of_h[uint32((4 * (BLOCKS * piece + block) + (lane & 3)) * rows + row)]
-                    for token in range(4):
-                        sums[token * rows + row] = -(h * largest << field_shift(bits, token & 1))
-                for block in range(first, end):
-                    for b in range(2):
-                        at = pool + 4 * int64(page_at[quad_at + uint32(first_b + b)])
-                        load_tiles(memory, at, (block - first) * at_once, words, b * at_once * per_tile)
-                    for j in range(at_once):
-                        take_pairs(pairs, pairs_at + uint32(8 * (block * at_once + j) * rows), q)
-                        add_tile(words, j * per_tile, q, sums, 0)
-                        add_tile(words, (at_once + j) * per_tile, q, sums, 2)
-                    if few_registers:
-                        cuda.syncwarp()  # as in `make_scores`
-                start, begins = uint32(exchange_at + 2 * first_b * rows), first == 0 and piece == 0
-                unit = PIECE if piece else float32(1)
-                write_token(sums, 0, exchange, start, unit, begins)
-                write_token(sums, 1, exchange, start, unit, begins)
-                write_token(sums, 2, exchange, start, unit, begins)
-                write_token(sums, 3, exchange, start, unit, begins)
+                start_token(starts, sums, 0)
+                start_token(starts, sums, 1)
+                start_token(starts, sums, 2)
+                start_token(starts, sums, 3)
+                add_parts(memory, pool, page_at, quad_at + uint32(first_b), pairs, pairs_at, q, sums)
+                start = uint32(exchange_at + 2 * first_b * rows)
+                write_token(sums, 0, piece, exchange, start)
+                write_token(sums, 1, piece, exchange, start)
+                write_token(sums, 2, piece, exchange, start)
+                write_token(sums, 3, piece, exchange, start)
 
     return write_scores
 
 
-def make_block_scores(widths, dtype, head_dim, rows, few_registers):
-    """Make the device function that writes K q of keys in blocks: run after run, of 8, of 4 and of 2 bits.
+def make_block_scores(profiles, *common):
+    """Make the device function that writes K q of keys of profiles[i]; it does nothing if there are none."""
+    if not profiles:
+        return device(nothing)
+    first = make_profile_scores(profiles[0], *common)
+    if len(profiles) == 1:
 
-    `ends`, a hexadecimal digit for each of these widths, that of 8 bits lowest, says which block is the first
-    behind them.
-    """
-    skip, block_words = device(nothing), head_dim // 64 * 32  # at 4 bits
-    of_8, of_4, of_2 = (
-        make_run_scores(bits, dtype, head_dim, rows, few_registers) if widths & FLAGS[bits] else skip
-        for bits in (8, 4, 2)
-    )
+        @device
+        def write_scores(memory, pool, page_at, quad_at, lane, pairs, sums_of_h, exchange, exchange_at, i):
+            first(memory, pool, page_at, quad_at, lane, pairs, sums_of_h, exchange, exchange_at)
+
+        return write_scores
+    rest = make_block_scores(profiles[1:], *common)
 
     @device
-    def write_scores(memory, pool, page_at, quad_at, lane, pairs, sums_of_h, exchange, to, ends):
-        end_8, end_4, end_2 = ends & 15, ends >> 4 & 15, ends >> 8
-        if end_8 > 0:
-            of_8(memory, pool, page_at, quad_at, lane, pairs, sums_of_h, exchange, to, 0, end_8)
-        if end_4 > end_8:
-            start = pool + 2 * block_words * end_8
-            of_4(memory, start, page_at, quad_at, lane, pairs, sums_of_h, exchange, to, end_8, end_4)
-        if end_2 > end_4:
-            start = pool + block_words * (end_8 + end_4)
-            of_2(memory, start, page_at, quad_at, lane, pairs, sums_of_h, exchange, to, end_4, end_2)
+    def write_some_scores(memory, pool, page_at, quad_at, lane, pairs, sums_of_h, exchange, exchange_at, i):
+        if i == 0:
+            first(memory, pool, page_at, quad_at, lane, pairs, sums_of_h, exchange, exchange_at)
+        else:
+            rest(memory, pool, page_at, quad_at, lane, pairs, sums_of_h, exchange, exchange_at, i - 1)
 
-    return write_scores
+    return write_some_scores

@@ -39,9 +39,8 @@ def tiles_at_once(bits, dtype, head_dim):
     return max(n for n in (1, 2, 4) if blocks % n == 0 and (n < 4 or tile_words(bits, dtype) == 1))
 
 
-def make_key_steps(bits, rows):
-    """Make the device functions that take a lane's columns of q, and that add those of two tokens."""
-    codes = codes_of(bits)
+def make_key_steps(rows):
+    """Make the device functions that take a lane's columns of q, add those of a token, and write a sum."""
 
     @device
     def take_pairs(pairs, at, q):
@@ -50,14 +49,21 @@ def make_key_steps(bits, rows):
                 q[half * rows + row] = pairs[at + uint32(4 * half * rows + row)]
 
     @device
-    def add_tile(words, at, q, sums, token):
-        for later in range(2):
-            k = codes(words, at, later)
-            for row in range(rows):
-                i = (token + later) * rows + row
-                sums[i] = second_dot(q[rows + row], k, first_dot(q[row], k, sums[i]))
+    def add_row(k, q, sums, token):
+        for row in range(rows):
+            i = token * rows + row
+            sums[i] = second_dot(q[rows + row], k, first_dot(q[row], k, sums[i]))
 
-    return take_pairs, add_tile
+    @device  # four calls, since NVVM leaves a loop as it is for some GPUs
+    def write_token(sums, token, piece, exchange, start):
+        for row in range(rows):
+            i = token * rows + row
+            if piece == 0:
+                exchange[start + uint32(i)] = float32(sums[i])
+            else:
+                exchange[start + uint32(i)] += float32(sums[i]) * PIECE
+
+    return take_pairs, add_row, write_token
 
 
 def make_scores(bits, dtype, head_dim, rows, few_registers):
@@ -70,19 +76,15 @@ def make_scores(bits, dtype, head_dim, rows, few_registers):
     are to spare.
     """
     blocks, half_sums, per_tile, pieces = head_dim // 16, 4 * rows, tile_words(bits, dtype), pieces_of(dtype)
-    at_once, pair_words = tiles_at_once(bits, dtype, head_dim), head_dim // 2 * rows
+    at_once, codes, pair_words = tiles_at_once(bits, dtype, head_dim), codes_of(bits), head_dim // 2 * rows
     load_tiles, largest = make_load_tiles(bits, dtype, head_dim, at_once), 2**bits - 1
     all_words, per_q = 2 * at_once * per_tile, 2 * rows
-    take_pairs, add_tile = make_key_steps(bits, rows)
+    take_pairs, add_row, write_token = make_key_steps(rows)
 
-    @device  # four calls, since NVVM leaves a loop as it is for some GPUs
-    def write_token(sums, token, piece, exchange, start):
-        for row in range(rows):
-            i = token * rows + row
-            if piece == 0:
-                exchange[start + uint32(i)] = float32(sums[i])
-            else:
-                exchange[start + uint32(i)] += float32(sums[i]) * PIECE
+    @device
+    def add_tile(words, at, q, sums, token):
+        for later in range(2):
+            add_row(codes(words, at, later), q, sums, token + later)
 
     @device
     def write_scores(memory, pool, page_at, quad_at, lane, pairs, sums_of_h, exchange, exchange_at):

@@ -49,17 +49,17 @@ def block_of(channels):
     return channels & -channels
 
 
-def make_queries(head_dim, dtype, rows, widths, profiles):
+def make_queries(head_dim, dtype, rows, widths, in_blocks):
     """Make the device function that brings a query row, scaled, to shared memory; a warp takes one at a time.
 
     For raw keys it comes as it is, by `query_place`. For coded ones it is rotated and becomes integers h of
     one unit, as `make_scores` wants them. In terms[2][rows] come the product with the mean of the keys and
-    the unit. With `profiles` it comes in the order of the keys' blocks, and is rotated in each.
+    the unit. For keys `in_blocks` it comes in their order, and is rotated in each block.
     """
     widen, each, quarter = widened(dtype), -(-head_dim // 32), head_dim // BLOCKS
-    block = block_of(quarter if profiles else head_dim)
+    block = block_of(quarter if in_blocks else head_dim)
     hadamard, norm = make_hadamard(head_dim, 32, block), float32(1 / math.sqrt(block))
-    if profiles:
+    if in_blocks:
         norm = float32(2.0 ** -((block.bit_length() - 1) // 2))
     raw, coded, pieces = widths & 16 != 0, widths & 15 != 0, pieces_of(dtype)
     words = head_dim // 2
@@ -86,12 +86,12 @@ def make_queries(head_dim, dtype, rows, widths, profiles):
                     channel = 16 * (word >> 3) + 2 * (word & 3) + (word >> 2 & 1)
                     pair = pair_of(exchange[uint32(own + channel)], exchange[uint32(own + channel + 8)])
                     pairs[uint32((piece * words + word) * rows + row)] = pair
-            if profiles and lane < 4 * BLOCKS:
+            if in_blocks and lane < 4 * BLOCKS:
                 sum_of_h, first = float32(0), own + quarter * (lane >> 2) + 2 * (lane & 3)
                 for i in range(0, quarter, 8):
                     sum_of_h += exchange[uint32(first + i)] + exchange[uint32(first + i + 1)]
                 sums_of_h[(4 * BLOCKS * piece + lane) * rows + row] = int32(sum_of_h)
-            elif lane < 4 and not profiles:
+            elif lane < 4 and not in_blocks:
                 sum_of_h = float32(0)
                 for i in range(8):  # all channels of lanes 8 j + 2 u and 8 j + 2 u + 1 are columns of u
                     sum_of_h += exchange[uint32(own + head_dim + 8 * (i >> 1) + 2 * lane + (i & 1))]
@@ -108,7 +108,7 @@ def make_queries(head_dim, dtype, rows, widths, profiles):
         for i in range(each):
             place = lane + 32 * i
             if place < head_dim:
-                channel = int32(k_order[frame_at + place]) if profiles else place
+                channel = int32(k_order[frame_at + place]) if in_blocks else place
                 x[i] = widen(q[source + channel]) * scale
                 exchange[own + place] = x[i] * float32(int32(1) << int32(k_shift[frame_at + channel]))
                 mean_sum += x[i] * from_float16(k_mean[frame_at + channel])
@@ -121,7 +121,7 @@ def make_queries(head_dim, dtype, rows, widths, profiles):
                 place = lane + 32 * i
                 if place < head_dim:
                     x[i] = exchange[own + place] * norm
-                    if profiles:
+                    if in_blocks:
                         x[i] /= k_gain[(frame_at + place) // quarter]
                     largest = max_number(largest, abs(x[i]))
             cuda.syncwarp()  # the rotated row is read
@@ -133,7 +133,7 @@ def make_queries(head_dim, dtype, rows, widths, profiles):
                 largest = max_number(largest, exchange[uint32(own + 32 + i)])
             if lane == 0:
                 terms[row], terms[rows + row] = mean_sum, largest / float32(MOST)
-                if profiles:
+                if in_blocks:
                     power = power_of_two(int32(exponent[frame_at // head_dim * 2]))
                     terms[row] *= power
                     terms[rows + row] *= power

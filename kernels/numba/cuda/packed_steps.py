@@ -10,9 +10,10 @@ import numpy as np
 from numba import cuda
 
 from .integers import MAGNITUDE, PIECE, SMALLEST, nearest, pair_of, pieces_of, unit_of
+from .packed_blocks import make_choice, words_of_profile
 from .packed_query import max_number
 from .packed_raw import place_of
-from .page import BLOCKS, device, words_of_side
+from .page import device, words_of_side
 
 int32, uint32, int64, float32 = np.int32, np.uint32, np.int64, np.float32
 
@@ -179,40 +180,26 @@ def make_widths(head_dim, dtype, widths_k, widths_v, profiles):
     """Make the device function that returns the widths of a rung, 0 for 16, and where parts of a page begin.
 
     In words from the codes of K, which come first: steps of K, codes of V, steps of V, positions; then the
-    words of the record. At width 16 there are no steps. With `profiles` the width of K is the `ends` of
-    `make_block_scores`, and bits_k[3] has those of 8, 4 and 2 bits.
+    words of the record. At width 16 there are no steps. With `profiles`, a list, the width of K is the number
+    of a profile, from 1 on.
     """
     raw_words, tiles = words_of_side(16, dtype, head_dim), head_dim // 16
     width_of_flag = {1: 2, 2: 3, 4: 4, 8: 8, 16: 0}
     only_k, only_v = width_of_flag.get(widths_k, -1), width_of_flag.get(widths_v, -1)
+    if profiles:
+        only_k = 1 if len(profiles) == 1 and not widths_k & 16 else -1
 
     @device
     def side_words(width):
         return raw_words if width == 0 else (tiles * width + 3) // 4 * 32
 
-    @device
-    def key_width(bits_k, rung):
-        return (bits_k >> (4 * rung)) & 15 if only_k < 0 else only_k
-
-    @device
-    def key_ends(bits_k, rung):
-        ends = int64(0)
-        for i in range(3):
-            ends |= ((bits_k[i] >> (4 * rung)) & 15) << 4 * i
-        return int32(ends)
-
-    @device
-    def block_words(ends):
-        """All widths of the blocks are 4 end_8 + 2 end_4 + 2 end_2."""
-        if ends == 0:
-            return raw_words
-        return (tiles // BLOCKS * (2 * (ends & 15) + (ends >> 4 & 15) + (ends >> 8)) + 1) // 2 * 32
-
-    width_k_of, k_words = (key_ends, block_words) if profiles else (key_width, side_words)
+    k_words = side_words
+    if profiles:
+        k_words = make_choice([raw_words, *(words_of_profile(x, head_dim) for x in profiles)])
 
     @device
     def widths_of(bits_k, bits_v, rung):
-        width_k = width_k_of(bits_k, rung)
+        width_k = (bits_k >> (4 * rung)) & 15 if only_k < 0 else only_k
         width_v = (bits_v >> (4 * rung)) & 15 if only_v < 0 else only_v
         k_steps = k_words(width_k)
         v_codes = k_steps + (4 if width_k else 0)

@@ -20,6 +20,7 @@ from kvlab.device import compute_capability
 from kvlab.jit.launch import Kernel, numba_kernel
 from kvlab.ops.device_arrays import dense_pointer, multiprocessors
 from kvlab.ops.packed_gpu import MAX_RUNGS, allocate_and_attend
+from kvlab.pages import profile_names
 
 if TYPE_CHECKING:
     from kvlab.ops.packed import Layout, Pages, Window
@@ -63,7 +64,7 @@ def _row_blocks(query_rows: int, head_dim: int) -> int:
 
 
 def options_of(layouts: tuple[Layout, ...], dtype: str, query_rows: int) -> dict[str, Any]:
-    """Return the options of both kernels: what a cache never changes, and how many rows go together."""
+    """Return the options of `attend_pages`: what a cache never changes, and how many rows go together."""
     widths_k, widths_v = (
         sum({1 if bits == 2 else 2 if bits == 3 else bits for bits in sides})
         for sides in ([bits for x in layouts for bits in x.blocks], [x.bits_v for x in layouts])
@@ -71,7 +72,13 @@ def options_of(layouts: tuple[Layout, ...], dtype: str, query_rows: int) -> dict
     head_dim = layouts[0].head_dim
     rows = rows_at_once(query_rows, head_dim)
     options = {"head_dim": head_dim, "dtype": dtype, "widths_k": widths_k, "widths_v": widths_v, "rows": rows}
-    return options | {"profiles": int(any(layout.in_blocks for layout in layouts))}
+    return options | {"profiles": profile_names(layout.bits_k for layout in layouts)}
+
+
+def merging_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of `merge_parts`, given those of `attend_pages`."""
+    shared = {name: options[name] for name in ("head_dim", "dtype", "widths_v", "rows")}
+    return shared | {"exponents": int(options["profiles"] != "")}
 
 
 def blocks_at_once(options: dict[str, Any], capability: tuple[int, int], *, plain: bool) -> int:
@@ -100,7 +107,7 @@ def _kernels(
     blocks = blocks_at_once(options, capability, plain=not (softcap or kept or windowed))
     extra = {"softcap": int(softcap), "kept": int(kept), "window": int(windowed), "blocks": blocks}
     attending = options | extra
-    merging = {name: options[name] for name in options if name != "widths_k"}
+    merging = merging_options(options)
     attend_kernel = numba_kernel("packed", "attend_pages", tuple(attending.items()), device)
     merge_kernel = numba_kernel("packed_merge", "merge_parts", tuple(merging.items()), device)
     return attend_kernel, merge_kernel, blocks * multiprocessors(device)
@@ -111,9 +118,7 @@ def shares_of(sequences: int, quads: int, slots: int) -> int:
     return max(1, min(slots // max(sequences, 1), -(-quads // _WARPS)))
 
 
-def table_arguments(
-    layouts: tuple[Layout, ...], pools: list[int]
-) -> tuple[list[np.int64], list[np.int64], np.int64]:
+def table_arguments(layouts: tuple[Layout, ...], pools: list[int]) -> tuple[list[Any], np.int64, np.int64]:
     """Describe the rungs to the kernel.
 
     Parameters
@@ -126,21 +131,21 @@ def table_arguments(
     -------
     places : list of int64
         Where each pool begins, in words from the first; `MAX_RUNGS` of them.
-    bits_k : list of int64
-        Four bits a rung, the first lowest; 0 is width 16. With profiles there are three: which block is the
-        first behind those of 8, of 4 and of 2 bits.
-    bits_v : int64
-        Four bits a rung.
+    bits_k, bits_v : int64
+        Four bits a rung, the first lowest; 0 is width 16, and a profile is its number from 1 on.
     """
     places = [(pool - pools[0]) // 4 for pool in pools] + [0] * (MAX_RUNGS - len(pools))
-    if any(layout.in_blocks for layout in layouts):
-        of_rungs = [[sum(16 > x >= bits for x in layout.blocks) for layout in layouts] for bits in (8, 4, 2)]
-    else:
-        of_rungs = [[layout.bits_k % 16 for layout in layouts]]
-    of_rungs.append([layout.bits_v % 16 for layout in layouts])
-    digits = [sum(bits << 4 * r for r, bits in enumerate(of_rung)) for of_rung in of_rungs]
-    *bits_k, bits_v = np.array(digits, np.uint64).view(np.int64)
-    return [np.int64(place) for place in places], bits_k, bits_v
+    in_blocks = dict.fromkeys(layout.bits_k for layout in layouts if layout.in_blocks)
+    if len(in_blocks) > 15:
+        raise NotImplementedError(
+            f"pages have {len(in_blocks)} profiles of K; backend 'numba' supports 15: use a shorter ladder"
+        )
+    numbers = {profile: number for number, profile in enumerate(in_blocks, 1)}
+    widths_k = [numbers.get(layout.bits_k) or layout.bits_k % 16 for layout in layouts]
+    bits_k = sum(width << 4 * r for r, width in enumerate(widths_k))
+    bits_v = sum((layout.bits_v % 16) << 4 * r for r, layout in enumerate(layouts))
+    signed = np.array([bits_k, bits_v], np.uint64).view(np.int64)
+    return [np.int64(place) for place in places], signed[0], signed[1]
 
 
 def attend(
@@ -219,7 +224,7 @@ def attend(
     stream = current_stream(q)
     attend_parts(
         (row_blocks * shares, kv_heads, batch), (32 * _WARPS,),
-        (pools[0], *places, np.int32(getattr(pages, "unit", 0) // 16), *bits_k, bits_v, *tables,
+        (pools[0], *places, np.int32(getattr(pages, "unit", 0) // 16), bits_k, bits_v, *tables,
          view.pointer, *map(np.int64, view.strides[:3]), partial, kept_scores,
          *map(np.int32, (shares, quads, query_rows, group, kept)), np.float32(scale), np.float32(softcap),
          base, first, np.int32(left), exponent, k_order, k_gain),

@@ -126,8 +126,7 @@ class Gpu:
         blocks = packed_numba.blocks_at_once(options, (9, 0), plain=not (softcap or kept or windowed))
         extra = {"softcap": int(softcap), "kept": int(kept), "window": int(windowed), "blocks": blocks}
         made = cuda_packed.attend_pages(**options, **extra)
-        del options["widths_k"]
-        merging = cuda_packed_merge.merge_parts(**options)
+        merging = cuda_packed_merge.merge_parts(**packed_numba.merging_options(options))
         slots = blocks * self.multiprocessors
         return SimulatedKernel(made, self.at), SimulatedKernel(merging, self.at), slots
 
