@@ -194,7 +194,7 @@ def guess_block_step(
     for b in range(BLOCKS):
         if profile[b]:
             squares += sizes[:, b] * sizes[:, b] * (GUESS[profile[b]] * part)
-    guess = np.sqrt(squares) * np.where(decoded, np.float32(17 / 16), np.float32(1))
+    guess = np.sqrt(squares) * np.where(decoded, np.float32(19 / 16), np.float32(1))
     guesses: NDArray[np.float32] = np.ldexp(guess, unit - 6)
     return guesses
 

@@ -139,7 +139,7 @@ __device__ __forceinline__ u32 guess_of_blocks(const float (&counted)[KEY_BLOCKS
         if (width) squares = __fadd_rn(squares, __fmul_rn(__fmul_rn(counted[b], counted[b]), part));
     }
     float guess = root_of(fmaxf(squares, 1.f));  // zeros have no step
-    if (decoded) guess = __fmul_rn(guess, 17.f / 16);
+    if (decoded) guess = __fmul_rn(guess, 19.f / 16);
     return pack_halves(guess * power_of_two(unit - 6), 0.f);
 }
 

@@ -39,6 +39,7 @@ _ROOT_2 = np.float32(np.float16(np.sqrt(2)))
 _LEAST_EXPONENT, _TOO_LARGE = -39, np.float32(2**100)
 _NAN_STEP = 0xFF
 _ABOVE, _HIGHER = np.float32(1 + 2**-7), np.float32(17 / 16)
+_HIGHER_IN_BLOCKS = np.float32(19 / 16)
 _CODE_PARTS = np.array([0, 0, 6, 5, 4, 0, 0, 0, 4])
 RAW, DECODED = -1, -2
 """In place of a step byte that is to be found: of a raw vector, or one that comes from codes."""
@@ -403,7 +404,7 @@ def _search_in_blocks(x, start, n, profile, blocks, decoded, largest, exponent, 
         squares += size * size * (_BLOCK_GUESS[width_of_block(profile, block)] * _MORE_CHANNELS[n // 64])
     guess = np.sqrt(squares)
     if decoded:
-        guess *= _HIGHER
+        guess *= _HIGHER_IN_BLOCKS
     near = np.int64(half_of(guess * _power(top - 13)))
     if near < 64:
         return 0
