@@ -24,6 +24,7 @@ constexpr int WARPS = HEAD_DIM > 128          ? 8
                       : __CUDA_ARCH__ >= 1200 ? 12   // which fill shared memory
                                               : 16;  // fewer where shared memory is less
 constexpr int PAGES = 4, SLOTS = PAGES * PAGE;       // of pages that a warp takes together
+constexpr int LONG = 4;  // turns of all warps from which on CTAs share a list page by page; else by parts
 
 struct alignas(16) Pages {
     int steps[SLOTS];           // by page and row: which of the new tokens it is
@@ -53,7 +54,10 @@ struct alignas(128) WarpSpace {
     uint4 moves[SLOTS];         // of these, PAGE each, then their Details
     u32 ahead[PAGES + 1];       // where the moves of the pages after that begin and end
     int number, pages;          // of the first of these pages; where those of the CTA end
-    Pages pages_of[2];          // these and the next, by stages
+#if IN_BLOCKS
+    int stride;  // from these pages to the next
+#endif
+    Pages pages_of[2];  // these and the next, by stages
 };
 static_assert(sizeof(WarpSpace) ==
                   ((IN_BLOCKS ? 7 * HEAD_DIM + 1952 : 5 * HEAD_DIM + 1904) + PAGE * ROW_BYTES + 127) / 128 *
@@ -255,7 +259,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     }
     __syncthreads();
     WarpSpace& space = ((WarpSpace*)shared)[warp];
-    const int stride = PAGES * (IN_BLOCKS ? 1 : gridDim.x) * (blockDim.x / 32);
+#if !IN_BLOCKS
+    const int stride = PAGES * gridDim.x * (blockDim.x / 32);
+#endif
     const auto ask = [&](const Pages& pages, int side, int page, u32 lane) {
         __syncwarp();  // all lanes have read the rows before
         ask_for_rows(pages.from[side][page], 2 * (u32)(side == KEYS ? new_tokens.k_step : new_tokens.v_step),
@@ -269,9 +275,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
             for (int i = threadIdx.x; i < s.batch * s.heads; i += blockDim.x)
                 s.seqlen[i] = new_tokens.first + new_tokens.steps;
 #if IN_BLOCKS
-        const u64 all = (*list.num_groups + PAGES - 1) / PAGES;
-        const int number = PAGES * ((int)(all * blockIdx.x / gridDim.x) + warp);
-        const int pages = min(PAGES * (int)(all * (blockIdx.x + 1) / gridDim.x), *list.num_groups);
+        const int groups = *list.num_groups, warps = blockDim.x / 32;
+        const u64 all = (groups + PAGES - 1) / PAGES;
+        const bool is_long = all > (u64)LONG * gridDim.x * warps;
+        const int stride = is_long ? PAGES * gridDim.x * warps : PAGES * warps;
+        const int number = is_long ? PAGES * (blockIdx.x + gridDim.x * warp)
+                                   : PAGES * ((int)(all * blockIdx.x / gridDim.x) + warp);
+        const int pages = is_long ? groups : min(PAGES * (int)(all * (blockIdx.x + 1) / gridDim.x), groups);
+        if (lane == 0) space.stride = stride;
 #else
         const int number = PAGES * (blockIdx.x + gridDim.x * warp);  // CTAs share the last pages
         const int pages = *list.num_groups;
@@ -293,7 +304,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
         const Pages& pages = space.pages_of[stage];
         Pages& after = space.pages_of[stage ^ 1];
         // Asked for again where it is needed, or it is kept in registers.
+#if IN_BLOCKS
+        const auto then = [&](int turns) { return space.number + turns * space.stride; };
+#else
         const auto then = [&](int turns) { return space.number + turns * stride; };
+#endif
         const auto more = [&](int turns) { return then(turns) < space.pages; };
 #pragma unroll 1
         for (int side = KEYS; side <= VALUES; ++side) {
