@@ -313,6 +313,7 @@ class Decoder:
             As of `prefill`, and if there is not one token for each row.
         """
         tokens = on_host(ids)
+        tokens = tokens.reshape(1) if tokens.ndim == 0 else tokens
         if tokens.shape not in ((self.batch,), (self.batch, 1)):
             raise ValueError(
                 f"ids has shape {tokens.shape}, the decoder has batch={self.batch}: step takes one token for "

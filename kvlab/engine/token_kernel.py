@@ -18,6 +18,7 @@ SHARED_LIMIT = 232_448 - 1_536  # bytes of a block on sm_90, less barriers, mome
 _MOST_SLOTS = 48  # whose barriers fit what SHARED_LIMIT leaves
 _LARGEST_SLOT = 16  # KiB: 10 were faster than 20 on an H200, 16 is what Llama's widths give
 _SMALL_SLOT = 8  # KiB, from which on a slot's barriers cost little beside its products
+_SMALL_SHARE = 0.75  # of a ring of smaller slots, which counts: 6 KiB took pythia-160m longer than 8 and 12
 _LEAST_SLOT = 4  # KiB: of smaller ones a block waits for barriers, .16 us each, and not for memory
 _UNDER_WAY_SECONDS = 2e-6  # with 1.2 an H100 took 3 % longer for pythia-2.8b, with the whole ring 7 %
 _WHOLE_RING = 192  # KiB of slots, from which on more gain nothing
@@ -128,7 +129,9 @@ class TokenKernel:
         geometry = self.geometry
         columns = sum(c for name, (_, c) in geometry.products().items() if name in _OUTPUTS)
         long = geometry.parallel and 2 * geometry.hidden * columns >= 1024 * _LONG_PHASE * multiprocessors
-        ring = self.slots * self.slot_blocks if self.slot_blocks >= _LEAST_SLOT else 0
+        size = self.slot_blocks
+        share = 1.0 if size >= _SMALL_SLOT else _SMALL_SHARE if size >= _LEAST_SLOT else 0.0
+        ring = share * self.slots * size
         sums = _SPLIT if geometry.parallel else _SPLIT + _SPLIT_ROW * self.batch
         return _WHOLE_RING - min(ring, _WHOLE_RING) + sums * abs(math.log2(self.splits) - long)
 

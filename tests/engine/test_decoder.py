@@ -209,6 +209,7 @@ def test_weights_of_a_seed() -> None:
         (lambda: small().prefill({"input_ids": [1]}), TypeError, "ids is a dict"),
         (lambda: small(batch=2).step([[1, 2]]), ValueError, r"shape \(1, 2\), the decoder has batch=2"),
         (lambda: small().step([1, 2]), ValueError, "step takes one token"),
+        (lambda: small(batch=2).step(1), ValueError, "step takes one token"),
         (lambda: small().generate([1], 3, topk=5), TypeError, "topk=5 .* Decoder.generate, top_k is meant"),
         (lambda: small().prefill([97]), ValueError, "tokens 0 to 96"),
         (lambda: small().prefill([-1]), ValueError, "tokens 0 to 96"),
