@@ -8,8 +8,8 @@
 // multiprocessor on Hopper, 24 with profiles at head_dim 64, 16 where the compiler needs more than 96, 8
 // above head_dim 128. They form one CTA: its warps start together, so the instruction cache holds what most
 // of them need next. The code for a page has 13 KiB; if it outgrew that cache, fetching it would take longer
-// than running it. Each profile has code of its own: there a CTA takes neighbours of the list, which plans
-// make rung by rung.
+// than running it. Each profile has code of its own: plans make lists rung by rung, and a CTA takes
+// neighbours of a short list.
 //
 // Macros: HEAD_DIM; BF16; IN_BLOCKS: whether the ladder has profiles, and PROFILES, which.
 #include "common/async_copies.cuh"
