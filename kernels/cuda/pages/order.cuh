@@ -17,10 +17,21 @@ struct alignas(16) Order {
     }
 };
 
-__device__ __forceinline__ void store_turned_matrices(u32 address, const u32 (&x)[4]) {
+// Stores four 8 x 8 matrices turned; `address` is where row lane % 8 of matrix lane / 8 goes.
+__device__ __forceinline__ void store_turned_matrices(u32 address, const u32 (&x)[4], u32 lane) {
+#if __CUDA_ARCH__ >= 900
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
                  "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
                  : "memory");
+#else
+#pragma unroll
+    for (u32 matrix = 0; matrix < 4; ++matrix) {
+        u32 turned;
+        asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(x[matrix]));
+        const u32 row = __shfl_sync(ALL_LANES, address, 8 * matrix + lane / 4);
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(row + lane % 4 * 4), "r"(turned) : "memory");
+    }
+#endif
 }
 
 __device__ __forceinline__ void load_turned_matrices(u32 (&x)[4], u32 address) {
@@ -38,7 +49,7 @@ __device__ __forceinline__ void put_in_order(u8* rows, const Order& order, u32 (
     const u32 turned = to + lane / 16 * 256 + lane % 8 * 32 + (half ^ lane % 8 / 4 * 16);
     __syncwarp();  // all lanes have read the rows
 #pragma unroll
-    for (u32 t = 0; t < TILES; ++t) store_turned_matrices(turned + 512 * t, x[t]);
+    for (u32 t = 0; t < TILES; ++t) store_turned_matrices(turned + 512 * t, x[t], lane);
     __syncwarp();  // rows are turned
     const u16* const offsets = order.offsets[lane / 16 * 8 + lane % 8];
 #pragma unroll

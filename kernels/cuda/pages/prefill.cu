@@ -247,9 +247,15 @@ struct StoreKeys {
 };
 #endif
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32)
-    write_prefill(const LayerState* __restrict__ layers, const MoveList* __restrict__ lists,
-                  const __grid_constant__ NewTokens new_tokens) {
+#if IN_BLOCKS && __CUDA_ARCH__ < 900
+#define BOUNDS __launch_bounds__(WARPS * 32, 1)  // else the compiler spills to have two CTAs at head_dim 64
+#else
+#define BOUNDS __launch_bounds__(WARPS * 32)
+#endif
+
+extern "C" __global__ void BOUNDS write_prefill(const LayerState* __restrict__ layers,
+                                                const MoveList* __restrict__ lists,
+                                                const __grid_constant__ NewTokens new_tokens) {
     extern __shared__ __align__(128) u8 shared[];  // WarpSpace of each warp
     __shared__ uint4 signs[2][32];                 // by parts of Signs
     const int warp = threadIdx.x / 32;
@@ -383,6 +389,4 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
 // gate: HEAD_DIM=128,64,80,96 BF16=1,0 registers<=128
 // gate: HEAD_DIM=256 BF16=1,0 registers<=255
 // gate: HEAD_DIM=128,64 BF16=1,0 IN_BLOCKS=1 PROFILES=k4220k4422k8422k8444k8888 registers<=128
-// arch=sm_90a,sm_100a gate: HEAD_DIM=128,64 BF16=1,0 IN_BLOCKS=1 PROFILES=k4220k4422k8422k8444k8888
-// registers<=168 arch=sm_120a gate: HEAD_DIM=256 BF16=1,0 IN_BLOCKS=1 PROFILES=k4220k4422k8422k8444k8888
-// registers<=255 arch=sm_90a,sm_100a,sm_120a
+// gate: HEAD_DIM=256 BF16=1,0 IN_BLOCKS=1 PROFILES=k4220k4422k8422k8444k8888 registers<=255
