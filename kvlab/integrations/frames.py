@@ -76,7 +76,8 @@ def measure_frames(model: Any, ids: torch.Tensor, *, narrow: bool = False) -> Ke
         return noted_step
 
     # What is measured has the model's dtype; the attention of a GPU does not take float32.
-    dtype = "bfloat16" if model.device.type == "cuda" and str(model.dtype) == "torch.float32" else None
+    on_gpu = str(getattr(model, "device", "cpu")).startswith("cuda")  # what is no model is refused below
+    dtype = "bfloat16" if on_gpu and str(model.dtype) == "torch.float32" else None
     with quantized(model, budget=None, bits=16, dtype=dtype):
         cache = cache_maker(model)()  # type: ignore[misc]
         with replaced(cache._shared, "step", noted):

@@ -26,9 +26,11 @@ def test_every_tiling_is_gated() -> None:
         splits = [n for n in (1, 2, 4, 8) if n * tiles.cluster <= CLUSTER]
         wanted = {"HEAD_DIM": str(head_dim), "BF16": "1", "SOFTCAP": "0"}
         gated = declared(f"{tiles.source}.cu")
-        assert all(wanted | {"CLUSTER_SPLIT": str(n)} in gated for n in splits)
-        if tiles.cluster == 1:
-            assert all(wanted | {"CLUSTER_SPLIT": str(n), "DETERMINISTIC": "1"} in gated for n in splits)
+        stores = {"FIRST_STORES": "1"}  # ordinary calls where they are short, and all deterministic ones
+        for split in ({"CLUSTER_SPLIT": str(n)} for n in splits):
+            assert wanted | split in gated
+            assert wanted | split | stores in gated
+            assert wanted | split | stores | {"DETERMINISTIC": "1"} in gated
     for head_dim, tiles in launcher.LONG_STEPS.items():
         wanted = {"HEAD_DIM": str(head_dim), "BF16": "1", "SOFTCAP": "0", "CLUSTER_SPLIT": "1"}
         wanted |= {"BLOCK_M": str(tiles.block_m)}
@@ -48,7 +50,7 @@ def test_the_same_bits_every_time_take_a_kernel_of_their_own(
     before_and_after, main = built
     assert "DETERMINISTIC" not in before_and_after
     assert "BLOCK_M" not in main
-    assert main.get("DETERMINISTIC", 0) == (deterministic and dim <= 128)  # above, one kernel does both
+    assert main.get("DETERMINISTIC", 0) == deterministic
 
 
 def test_long_steps_are_the_same_for_all_kernels_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
