@@ -197,7 +197,7 @@ def _whole(
     log = hadamard_block(x.shape[-1] // blocks).bit_length() - 1
     exponent = np.maximum(_exponent(largest) - (23 - log), _LEAST_EXPONENT)
     whole = np.rint(times_power(x, -exponent))
-    return butterflies(whole.reshape(len(x), blocks, -1)).reshape(x.shape), exponent
+    return butterflies(whole.reshape(len(x), blocks, x.shape[1] // blocks)).reshape(x.shape), exponent
 
 
 def rotate(x: NDArray[np.float32], mean: NDArray[Any] | None = None) -> NDArray[np.float32]:
