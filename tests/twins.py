@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvlab.cache.cache import MixedPrecisionCache
-from kvlab.cache.store import FRAME
+from kvlab.cache.frame import FRAME
 from kvlab.errors import BudgetError
 from tests.held import contents_of, pages_of
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvlab.arguments import whole_number
 from kvlab.arrays import dtype_name, numpy_dtype
-from kvlab.cache.frame import awaiting, check_frames
+from kvlab.cache.frame import FRAME, awaiting, check_frames
 from kvlab.cache.options import MOST
 from kvlab.cache.store import OPEN_PAGES, UNIT, WAITING_ENTRIES, WAITING_PAGES, DeviceStore, named_pages
 from kvlab.errors import FormatError
@@ -27,13 +27,6 @@ __all__ = ["Arrays", "contents_of", "fill"]
 
 Arrays = dict[str, NDArray[Any]]
 _TABLES = {"rung": np.uint8, "count": np.uint8, "base": np.uint16}
-_FRAMES = {
-    "k_mean": "float16",
-    "k_shift": "uint8",
-    "exponent": "int8",
-    "k_order": "uint8",
-    "k_gain": "float32",
-}
 _COUNTERS = ("seqlen", "since_collection", "room", "dropped")
 
 
@@ -53,7 +46,7 @@ def contents_of(cache: DeviceCache) -> tuple[list[dict[str, Any]], Arrays]:
         live, named = np.arange(store.entries) < tables["num_pages"][..., None], named_pages(tables)
         arena = store.executor.to_host(store.arenas[number]).reshape(-1, UNIT)
         index = tables["index"].view(np.uint32).astype(np.int64)
-        mine: Arrays = {name: tables[name] for name in ("num_pages", *_FRAMES, "open")}
+        mine: Arrays = {name: tables[name] for name in ("num_pages", *FRAME, "open")}
         mine["has_mean"] = tables["waits"] == 0
         mine["asked"] = tables["asked"][awaiting(mine["has_mean"], tables["num_pages"])]
         for name, dtype in _TABLES.items():
@@ -125,7 +118,7 @@ def _laid_out(
     entries = int(num_pages.sum(dtype=np.int64))
     rung, count, base = (take(name, np.dtype(kind).name, (entries,)) for name, kind in _TABLES.items())
     has_mean, opened = take("has_mean", "bool", (batch,)), take("open", "int32", (batch, heads, OPEN_PAGES))
-    for name, dtype in _FRAMES.items():
+    for name, dtype in FRAME.items():
         tables[name][...] = take(name, dtype, tables[name].shape)
     waiting = awaiting(has_mean, num_pages)
     tables["asked"][waiting] = take("asked", "float32", (int(waiting.sum()), heads, store.head_dim))

@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 
 from kvlab.arrays import CudaView, dtype_name, like_first, meant_strides, numpy_dtype, to_numpy_view
 from kvlab.cache.cpu_rows import MergedTokens, NewRow, copy_pages, freeze_row, take_rows
-from kvlab.cache.frame import ASKING, LAST, add_queries
+from kvlab.cache.frame import ASKING, FRAME, FRAME_OF_BLOCKS, LAST, add_queries
 from kvlab.cache.ladder import Rung, first_seen
 from kvlab.cache.plan import choose_optimum
-from kvlab.cache.store import FRAME, UNIT, WAITING_PAGES, DevicePages, DeviceStore, RowMove
+from kvlab.cache.store import UNIT, WAITING_PAGES, DevicePages, DeviceStore, RowMove
 from kvlab.ops.cpu.exact import attend_exact, exact_mass
 from kvlab.ops.cpu.packed import attend_into, mass
 from kvlab.ops.cuda.plan import Ladder, PlanShape, hulls_of
@@ -137,7 +137,8 @@ class CpuKernels:
     def _frames(self, layer: int) -> Any:
         """Frames of keys as kernels take them."""
         tables = {name: table[layer] for name, table in self.store.tables.items()}
-        names = FRAME if self.store.stores[layer].in_blocks else FRAME[:2]
+        in_blocks = self.store.stores[layer].in_blocks
+        names = [name for name in FRAME if in_blocks or name not in FRAME_OF_BLOCKS]
         return prepared_frames(*(tables[name] for name in names))
 
     def _fresh(self, layer: int, k: Any, v: Any, codes: Any, positions: Any) -> Any:

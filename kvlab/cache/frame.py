@@ -26,6 +26,8 @@ __all__ = [
     "BLOCKS",
     "FEWEST",
     "FIRST",
+    "FRAME",
+    "FRAME_OF_BLOCKS",
     "LAST",
     "LEAST_EXPONENT",
     "MOST_SHIFT",
@@ -40,6 +42,10 @@ __all__ = [
     "to_mean",
 ]
 
+FRAME = {"k_mean": "float16", "k_shift": "uint8", "exponent": "int8", "k_order": "uint8", "k_gain": "float32"}
+"""Tables of the frame of a (row, KV head), and their types."""
+FRAME_OF_BLOCKS = ("exponent", "k_order", "k_gain")
+"""Those that only keys in blocks have."""
 FIRST, LAST = 4, 64
 """Tokens of a row, counted without padding, that make its mean; those before are sinks, not typical.
 

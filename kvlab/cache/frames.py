@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from kvlab.cache import persistence
 from kvlab.cache.frame import (
     FIRST,
+    FRAME,
     add_queries,
     check_frames,
     exponent_of,
@@ -77,19 +78,12 @@ class KeyFrames:
         if self.k_mean.ndim != 3:
             raise ValueError(f"k_mean must be (layers, heads, head_dim), got shape {self.k_mean.shape}")
         layers, heads, head_dim = self.k_mean.shape
-        kinds = {
-            "k_mean": "float16",
-            "k_shift": "uint8",
-            "exponent": "int8",
-            "k_order": "uint8",
-            "k_gain": "float32",
-        }
         last = {"exponent": 2, "k_gain": 4}
-        for name, dtype in kinds.items():
+        for name, dtype in FRAME.items():
             table, shape = getattr(self, name), (layers, heads, last.get(name, head_dim))
             if table.dtype != dtype or table.shape != shape:
                 raise ValueError(f"{name} must be {dtype} {shape}, got {table.dtype} {table.shape}")
-        check_frames({name: getattr(self, name) for name in kinds})
+        check_frames({name: getattr(self, name) for name in FRAME})
 
     @classmethod
     def measured(

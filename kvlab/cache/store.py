@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import numpy_dtype, viewed
+from kvlab.cache.frame import FRAME, FRAME_OF_BLOCKS
 from kvlab.cache.ladder import LayerFormat, reach_of
 from kvlab.ops.cuda.pages import OPEN_PAGES, RUNGS, STATE, UNIT, WAITING_ENTRIES, WAITING_PAGES
 from kvlab.ops.packed import Window
@@ -72,8 +73,6 @@ class DevicePages:
     unit: int = UNIT
 
 
-FRAME = "k_mean", "k_shift", "exponent", "k_order", "k_gain"
-"""Tables of the frame of a (row, KV head)."""
 MOVED = (
     "rung",
     "count",
@@ -408,7 +407,7 @@ class DeviceStore:
     @property
     def moved(self) -> list[str]:
         """Those of `MOVED` that the store has: without profiles neither exponents, orders nor gains."""
-        return [name for name in MOVED if name not in FRAME[2:] or self.tables["k_gain"].shape[-1]]
+        return [name for name in MOVED if name not in FRAME_OF_BLOCKS or self.tables["k_gain"].shape[-1]]
 
     @property
     def reserved_nbytes(self) -> int:

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from kvlab.arrays import numpy_dtype
 from kvlab.cache.cpu import CpuKernels
+from kvlab.cache.frame import FRAME
 from kvlab.cache.importance import make_policy, weight_of_collection
 from kvlab.cache.ladder import LayerFormat, parse_bits
 from kvlab.cache.plan import ample_nbytes, spare_nbytes
 from kvlab.cache.reallocation import ladder_of
-from kvlab.cache.store import FRAME, UNIT, DeviceStore, named_pages
+from kvlab.cache.store import UNIT, DeviceStore, named_pages
 from kvlab.ops.attention import attention
 from kvlab.ops.cuda.pages import NEW_TOKENS, OBSERVED, new_tokens
 from kvlab.ops.cuda.plan import PlanShape

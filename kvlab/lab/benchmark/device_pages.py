@@ -14,16 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from kvlab.cache.frame import FRAME
 from kvlab.pages import QUAD, TOKENS_PER_PAGE, PageLayout, Width, width_number
 from kvlab.reference.packed import packed_attention
 
-__all__ = ["FRAME", "Mixture", "Shape", "attended_apart", "draw_pages", "relative_error"]
+__all__ = ["Mixture", "Shape", "attended_apart", "draw_pages", "relative_error"]
 
 Mixture = Mapping[int | tuple[Width, int], float]
 """The fraction of a sequence's pages at each width, or pair of a width or profile of K and a width of V."""
-
-FRAME = ("k_mean", "k_shift", "exponent", "k_order", "k_gain")
-"""What pages have of the keys of a (row, KV head)."""
 
 
 @dataclass(frozen=True)
