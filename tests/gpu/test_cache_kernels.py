@@ -17,6 +17,8 @@ from kvlab.arrays import cuda_view, to_device
 from kvlab.cache.cuda import GPU
 from kvlab.cache.frame import (
     ASKING,
+    FRAME,
+    FRAME_OF_BLOCKS,
     LAST,
     add_queries,
     exponent_of,
@@ -26,7 +28,7 @@ from kvlab.cache.frame import (
     key_shift,
 )
 from kvlab.cache.ladder import LayerFormat, parse_bits
-from kvlab.cache.store import FRAME, UNIT, DeviceStore
+from kvlab.cache.store import UNIT, DeviceStore
 from kvlab.ops.cuda import pages as kernels
 from kvlab.ops.cuda.pages import WAITING_ENTRIES, WAITING_PAGES
 from kvlab.pages import NO_PAGE, TOKENS_PER_PAGE, PageLayout, encode_importance, profile_names
@@ -103,7 +105,8 @@ class Frame(NamedTuple):
 
 def frames_of(device: DeviceStore, head_dim: int) -> list[Frame]:
     """The frame of each pair."""
-    names = FRAME if device.stores[0].in_blocks else FRAME[:2]
+    in_blocks = device.stores[0].in_blocks
+    names = [name for name in FRAME if in_blocks or name not in FRAME_OF_BLOCKS]
     tables = (to_numpy(device.tables[name])[0] for name in names)
     return [Frame(*frame) for frame in zip(*(x.reshape(-1, x.shape[-1]) for x in tables), strict=True)]
 
