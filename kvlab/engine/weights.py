@@ -95,7 +95,8 @@ def load_model(path: str, dtype: str | None) -> Any:
         known = ", which Decoder.from_config draws" if path in PUBLISHED else ""
         raise OSError(
             f"{path!r} is no folder of a model{known}, nor the name of one in the Hugging Face cache of this "
-            f"machine; nothing is downloaded ({str(error).splitlines()[0]})"
+            "machine; nothing is downloaded here: fetch the model with 'hf download NAME' first, or draw "
+            f"weights with Decoder.from_config ({str(error).splitlines()[0]})"
         ) from error
     return model.eval()
 

@@ -207,8 +207,8 @@ def test_characters_of_several_tokens_come_whole() -> None:
         (("check", "--layer", "first"), "number of a layer"),
         (("check", "--layer", "6"), "layers 0 to 5"),
         (("generate", "--model", "/nowhere", "--prompt", "a"), "no folder"),
-        (("generate", "--model", "nobody/has-it", "--prompt", "a"), "on this machine"),
-        (("check", "--model", "nobody/has-it"), "on this machine"),
+        (("generate", "--model", "nobody/has-it", "--prompt", "a"), "'hf download NAME'"),
+        (("check", "--model", "nobody/has-it"), "'hf download NAME'"),
     ],
 )
 def test_what_is_refused(arguments: tuple[str, ...], message: str) -> None:

@@ -227,6 +227,7 @@ def test_weights_of_a_seed() -> None:
         (lambda: Decoder.from_config("pythia-3b"), ValueError, "pythia-2.8b"),
         (lambda: Decoder.from_config("pythia-14m", dtype="float32"), ValueError, "float16"),
         (lambda: Decoder.from_pretrained("/nowhere/at/all"), OSError, "nowhere.* nothing is downloaded"),
+        (lambda: Decoder.from_pretrained("nobody/has-it"), OSError, "'hf download NAME' first"),
         (lambda: Decoder.from_pretrained("pythia-14m"), OSError, "which Decoder.from_config draws"),
         (lambda: Decoder.from_pretrained(neox(hidden_act="gelu_new")), NotImplementedError, "gelu_new"),
         (lambda: Decoder.from_pretrained(neox(hidden_size=80)), ValueError, "head_dim=20"),

@@ -49,5 +49,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) choose(const __grid_consta
 }
 
 // clang-format off
-// gate: registers<=40 arch=sm_90a
+// gate: registers<=40 arch=sm_80,sm_90a,sm_120a
 // clang-format on

@@ -102,6 +102,9 @@ def _times(decoder: Decoder, model: Any, ids: Floats, runs: int) -> list[Row]:
     import torch
 
     decoder.reset()
+    decoder.prefill(ids[:1])
+    decoder.step(ids[:1])  # compiles what a token takes
+    decoder.reset()
     decoder.prefill(ids)
 
     def theirs() -> Iterator[Callable[[], Any]]:

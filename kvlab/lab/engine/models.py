@@ -47,7 +47,7 @@ def load(name_or_path: str, dtype: str, layers: int | None, seed: int) -> Any:
     except OSError as error:
         raise ValueError(
             f"{name_or_path!r} is no folder of a model, nor the name of one on this machine (nothing is "
-            f"downloaded), and none of the known sizes: {', '.join(PUBLISHED)}"
+            f"downloaded: 'hf download NAME' does), and none of the known sizes: {', '.join(PUBLISHED)}"
         ) from error
 
 

@@ -91,7 +91,8 @@ class Chat:
         tokens_left = self._decoder.max_seqlen - int(self._decoder.lengths[0]) - len(ids)
         if tokens_left < 1:
             raise ValueError(
-                f"max_seqlen={self._decoder.max_seqlen}: the talk is that long; begin another, with more"
+                f"max_seqlen={self._decoder.max_seqlen}: with this line the talk would be too long; "
+                "begin another, with a larger max_seqlen"
             )
         self._decoder.prefill(ids)
         said: list[int] = []
@@ -151,7 +152,8 @@ def _tokenizer(name: str) -> Any:
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{name!r} is no folder of a model with its tokenizer, nor the name of one on this machine "
-            f"(nothing is downloaded); known sizes, for kvlab chat alone, are {', '.join(PUBLISHED)}"
+            "(nothing is downloaded: 'hf download NAME' does); known sizes, for kvlab chat alone, are "
+            f"{', '.join(PUBLISHED)}"
         ) from error
     return tokenizer
 
