@@ -18,7 +18,7 @@ LONGEST = 2**31 - 1
 __all__ = ["choice", "flag", "number", "positive", "refuse_unsupported", "sides_of_window", "whole_number"]
 
 
-def whole_number(value: Any, name: str, least: int | None = None, most: int | None = None) -> int:
+def whole_number(value: Any, name: str, minimum: int | None = None, maximum: int | None = None) -> int:
     """Return an argument as an int.
 
     Parameters
@@ -27,7 +27,7 @@ def whole_number(value: Any, name: str, least: int | None = None, most: int | No
         What the caller passed.
     name : str
         The caller's name of the argument, for the error.
-    least, most : int, optional
+    minimum, maximum : int, optional
         Limits, both allowed; an upper one needs a lower one.
 
     Raises
@@ -39,9 +39,9 @@ def whole_number(value: Any, name: str, least: int | None = None, most: int | No
 
     Examples
     --------
-    >>> whole_number(4, "sink", least=0)
+    >>> whole_number(4, "sink", minimum=0)
     4
-    >>> whole_number(-1, "sink", least=0)
+    >>> whole_number(-1, "sink", minimum=0)
     Traceback (most recent call last):
         ...
     ValueError: sink=-1 must be at least 0
@@ -60,8 +60,8 @@ def whole_number(value: Any, name: str, least: int | None = None, most: int | No
             found = operator.index(value)
     except TypeError:
         raise TypeError(f"{name}={value!r} must be a whole number, not {type(value).__name__}") from None
-    if (least is not None and found < least) or (most is not None and found > most):
-        limits = f"be at least {least}" if most is None else f"lie between {least} and {most}"
+    if (minimum is not None and found < minimum) or (maximum is not None and found > maximum):
+        limits = f"be at least {minimum}" if maximum is None else f"lie between {minimum} and {maximum}"
         raise ValueError(f"{name}={value!r} must {limits}")
     return found
 
@@ -82,14 +82,14 @@ def positive(text: str) -> int:
     return count
 
 
-def number(value: Any, name: str, least: float = -math.inf, most: float = math.inf) -> float:
+def number(value: Any, name: str, minimum: float = -math.inf, maximum: float = math.inf) -> float:
     """Return an argument as a float that is finite.
 
     Parameters
     ----------
     value : object
     name : str
-    least, most : float
+    minimum, maximum : float
         Limits, both allowed.
 
     Raises
@@ -101,7 +101,7 @@ def number(value: Any, name: str, least: float = -math.inf, most: float = math.i
 
     Examples
     --------
-    >>> number(2, "softcap", least=0)
+    >>> number(2, "softcap", minimum=0)
     2.0
     >>> number(float("nan"), "scale")
     Traceback (most recent call last):
@@ -112,7 +112,7 @@ def number(value: Any, name: str, least: float = -math.inf, most: float = math.i
         ...
     ValueError: ema_decay=1.5 must lie between 0 and 1
     """
-    if type(value) is float and least <= value <= most and math.isfinite(value):
+    if type(value) is float and minimum <= value <= maximum and math.isfinite(value):
         return value
     try:
         if isinstance(value, (bool, str, bytes)):
@@ -124,8 +124,12 @@ def number(value: Any, name: str, least: float = -math.inf, most: float = math.i
         found = math.inf
     if not math.isfinite(found):
         raise ValueError(f"{name}={value!r} must be finite")
-    if not least <= found <= most:
-        limits = f"lie between {least:g} and {most:g}" if math.isfinite(most) else f"be at least {least:g}"
+    if not minimum <= found <= maximum:
+        limits = (
+            f"lie between {minimum:g} and {maximum:g}"
+            if math.isfinite(maximum)
+            else f"be at least {minimum:g}"
+        )
         raise ValueError(f"{name}={value!r} must {limits}")
     return found
 

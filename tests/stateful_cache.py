@@ -22,7 +22,7 @@ from kvlab.cache.reallocation import LOOKAHEAD
 from tests.held import check_store, contents_of, pages_of, positions
 from tests.twins import padding
 
-LONGEST, MOST_NEW = 600, 130
+LONGEST, MAX_NEW = 600, 130
 LADDERS = {
     (2, 4, 8): 0.6, (2, 3, 4, 8): 0.6, (8,): None, (4, 16): 1.2, ("k4v2", 8): 0.7, (2, 3, 4, 8, 16): 0.8,
     (0, 4): 0.4, (0, 2, 8): 0.4, ("k4220v2", "k4422v2", "k8422v3", "k8444v4", 8): 0.6,
@@ -73,7 +73,7 @@ class StatefulCache(RuleBasedStateMachine):
         head_dim = int(self.rng.choice(dims))
         self.cache = self.make(head_dim, **options)
         if tight:
-            longest = LONGEST + MOST_NEW
+            longest = LONGEST + MAX_NEW
             options |= {"budget": None, "max_seqlen": longest}
             least = self.make(head_dim, **options).smallest_nbytes(longest)
             self.cache = self.make(head_dim, **options | {"budget": least})
@@ -85,7 +85,7 @@ class StatefulCache(RuleBasedStateMachine):
             held.extend(self.length + np.flatnonzero(valid[row]))
         self.length += n
 
-    @rule(n=st.sampled_from([1, 1, 1, 2, 5, 16, 17, 64, MOST_NEW]), padded=st.booleans())
+    @rule(n=st.sampled_from([1, 1, 1, 2, 5, 16, 17, 64, MAX_NEW]), padded=st.booleans())
     @precondition(lambda self: self.length < LONGEST)
     def step(self, n: int, padded: bool) -> None:
         valid = np.ones((len(self.rows), n), bool)

@@ -54,7 +54,7 @@ def main() -> None:
         if time.monotonic() - begun > options.seconds:
             break
         cases = [
-            prepare_packed(SHAPES[shape], mixture, backend=backend, most_compared=4096)
+            prepare_packed(SHAPES[shape], mixture, backend=backend, max_compared=4096)
             for mixture in PAIRS[pair]
         ]
         times: tuple[list[float], list[float]] = [], []

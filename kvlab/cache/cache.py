@@ -410,7 +410,7 @@ class MixedPrecisionCache(CacheOptions):
 
     def _scores(self, scale: float | None, softcap: float) -> tuple[float, float]:
         scale = 1 / math.sqrt(self.head_dim) if scale is None else number(scale, "scale")
-        return scale, number(softcap, "softcap", least=0)
+        return scale, number(softcap, "softcap", minimum=0)
 
     # ---- rows and lengths ----------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from kvlab.engine.weights import Weights, from_model, from_seed, load_model
 
 __all__ = ["Decoder"]
 
-MOST_ROWS = 16
+MAX_ROWS = 16
 _USUAL_SEQLEN = 4096
 _OPTIONS = ("batch", "max_seqlen", "device", "plan", "cache_budget")
 _CACHE_OPTIONS = ("bits", "residual", "sink", "recent", "floor", "importance", "allocator", "realloc_every",
@@ -113,7 +113,7 @@ class Decoder:
             )
         geometry = weights.geometry
         self.geometry: Geometry = geometry
-        self.batch = whole_number(batch, "batch", 1, MOST_ROWS)
+        self.batch = whole_number(batch, "batch", 1, MAX_ROWS)
         usual = min(geometry.max_positions, _USUAL_SEQLEN)
         longest = geometry.max_positions
         self.max_seqlen = usual if max_seqlen is None else whole_number(max_seqlen, "max_seqlen", 1, longest)

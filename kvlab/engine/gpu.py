@@ -26,7 +26,7 @@ from kvlab.device import compute_capability, translated_out_of_memory
 from kvlab.engine.cpu import rotation
 from kvlab.engine.kernels import SETTINGS, prepare_choose, prepare_draw
 from kvlab.engine.operations import Operations
-from kvlab.engine.prompt import MOST_TOKENS, Attend, Prompts, load_torch, on_torch
+from kvlab.engine.prompt import MAX_TOKENS, Attend, Prompts, load_torch, on_torch
 from kvlab.engine.sampling import Sampling
 from kvlab.engine.token_kernel import TokenKernel
 from kvlab.engine.token_launch import Model, Token
@@ -184,7 +184,7 @@ class Decoding:
         with self._current():
             if self._prompts is None:
                 self._prompts = self._model.prompts()
-            width, step = max(len(row) for row in rows), max(MOST_TOKENS // len(rows), 1)
+            width, step = max(len(row) for row in rows), max(MAX_TOKENS // len(rows), 1)
             hidden = on_torch(self._decode.arrays["hidden"], "float32")
             for begin in range(0, width, step):  # a row ends where the longest ends
                 spans = [np.clip(np.array([begin, begin + step]) + len(row) - width, 0, None) for row in rows]

@@ -19,9 +19,9 @@ from kvlab.errors import needs_extra
 from kvlab.jit.launch import cuda_kernel
 from kvlab.jit.structs import ADDRESS, Struct
 
-__all__ = ["MOST_TOKENS", "Attend", "Prompts", "load_torch", "on_torch"]
+__all__ = ["MAX_TOKENS", "Attend", "Prompts", "load_torch", "on_torch"]
 
-MOST_TOKENS = 65_536
+MAX_TOKENS = 65_536
 """Tokens of all rows that go through the model together: 1 GiB of hidden states at a width of 4,096."""
 _PRODUCT_TOKENS = 4096  # that are multiplied together: 450 MiB of float32 at 28,672 rows
 

@@ -15,11 +15,11 @@ from kvlab.engine.geometry import Geometry
 __all__ = ["SHARED_LIMIT", "TokenKernel"]
 
 SHARED_LIMIT = 232_448 - 1_536  # bytes of a block on sm_90, less barriers, moments and chunks
-_MOST_SLOTS = 48  # whose barriers fit what SHARED_LIMIT leaves
+_MAX_SLOTS = 48  # whose barriers fit what SHARED_LIMIT leaves
 _LARGEST_SLOT = 16  # KiB: 10 were faster than 20 on an H200, 16 is what Llama's widths give
 _SMALL_SLOT = 8  # KiB, from which on a slot's barriers cost little beside its products
 _SMALL_SHARE = 0.75  # of a ring of smaller slots, which counts: 6 KiB took pythia-160m longer than 8 and 12
-_LEAST_SLOT = 4  # KiB: of smaller ones a block waits for barriers, .16 us each, and not for memory
+_MIN_SLOT = 4  # KiB: of smaller ones a block waits for barriers, .16 us each, and not for memory
 _UNDER_WAY_SECONDS = 2e-6  # with 1.2 an H100 took 3 % longer for pythia-2.8b, with the whole ring 7 %
 _WHOLE_RING = 192  # KiB of slots, from which on more gain nothing
 _OUTPUTS = ("out", "o", "down")  # products whose columns are split
@@ -130,7 +130,7 @@ class TokenKernel:
         columns = sum(c for name, (_, c) in geometry.products().items() if name in _OUTPUTS)
         long = geometry.parallel and 2 * geometry.hidden * columns >= 1024 * _LONG_PHASE * multiprocessors
         size = self.slot_blocks
-        share = 1.0 if size >= _SMALL_SLOT else _SMALL_SHARE if size >= _LEAST_SLOT else 0.0
+        share = 1.0 if size >= _SMALL_SLOT else _SMALL_SHARE if size >= _MIN_SLOT else 0.0
         ring = share * self.slots * size
         sums = _SPLIT if geometry.parallel else _SPLIT + _SPLIT_ROW * self.batch
         return _WHOLE_RING - min(ring, _WHOLE_RING) + sums * abs(math.log2(self.splits) - long)
@@ -158,7 +158,7 @@ class TokenKernel:
 
     def _slots_of(self, size: int) -> int:
         """A multiple of 4, so warps can have slots side by side, or fewer."""
-        most = min(_MOST_SLOTS, (SHARED_LIMIT - self._fixed_bytes()) // (1024 * size))
+        most = min(_MAX_SLOTS, (SHARED_LIMIT - self._fixed_bytes()) // (1024 * size))
         return most // 4 * 4 if most >= 4 else most
 
     def most_under_way(self, bandwidth: float) -> int:

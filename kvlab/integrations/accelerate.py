@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arguments import whole_number
-from kvlab.engine.decoder import MOST_ROWS, Decoder
+from kvlab.engine.decoder import MAX_ROWS, Decoder
 from kvlab.engine.weights import DTYPES, Weights, from_model
 from kvlab.errors import needs_extra
 from kvlab.integrations.patching import by_name, replaced
@@ -130,9 +130,9 @@ class _Decoders:
                     "that one; leave past_key_values out and pass the whole text"
                 )
             return self._decoder
-        if rows > MOST_ROWS:
+        if rows > MAX_ROWS:
             raise NotImplementedError(
-                f"{rows} rows: a decoder has 1 to {MOST_ROWS}; generate in parts, or outside kvlab.accelerate"
+                f"{rows} rows: a decoder has 1 to {MAX_ROWS}; generate in parts, or outside kvlab.accelerate"
             )
         self._holder = None
         if self._decoder is None or self._decoder.batch != rows:

@@ -43,7 +43,7 @@ def _options(
         "causal": flag(causal, "causal"),
         "scale": None if softmax_scale is None else number(softmax_scale, "softmax_scale"),
         "window": window,
-        "softcap": number(softcap, "softcap", least=0),
+        "softcap": number(softcap, "softcap", minimum=0),
     }
 
 

@@ -133,8 +133,8 @@ def _attend_pages(
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attend to pages where they lie: k, v (num_blocks, page_block_size, ...); q (total_q, ...)."""
-    page_size, (batch, most_pages) = k.shape[1], pages.shape
-    capacity = most_pages * page_size
+    page_size, (batch, max_pages) = k.shape[1], pages.shape
+    capacity = max_pages * page_size
     bounds = torch.arange(0, (batch + 1) * capacity, capacity, dtype=torch.int32, device=q.device)
     outs, lses = kvlab.grouped_attention_varlen(
         [q], k.flatten(0, 1), v.flatten(0, 1), cu_seqlens_q_groups=[cu_seqlens_q], cu_seqlens_k=bounds,

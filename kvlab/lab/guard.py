@@ -88,9 +88,9 @@ def refuse_impossible(nbytes: int, seconds: float, limit: Callable[[], Limit] = 
     Traceback (most recent call last):
     kvlab.lab.guard.Refused: 1000000000 bytes in 1e-06 s are 1e+15 bytes a second; the hardware takes at ...
     """
-    least = limit().least_seconds(nbytes)
+    least = limit().min_seconds(nbytes)
     if seconds < least:
-        least = min(least, limit().least_seconds(nbytes))
+        least = min(least, limit().min_seconds(nbytes))
     if seconds < least or not seconds > 0:
         rate = nbytes / seconds if seconds > 0 else float("inf")
         raise Refused(

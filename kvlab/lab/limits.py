@@ -39,7 +39,7 @@ class Limit:
 
     Examples
     --------
-    >>> Limit(memory=1e9, cache=4e9, cache_nbytes=10**6).least_seconds(3 * 10**6)
+    >>> Limit(memory=1e9, cache=4e9, cache_nbytes=10**6).min_seconds(3 * 10**6)
     0.00225...
     """
 
@@ -47,7 +47,7 @@ class Limit:
     cache: float
     cache_nbytes: int
 
-    def least_seconds(self, nbytes: int) -> float:
+    def min_seconds(self, nbytes: int) -> float:
         """Time that reading so many bytes takes at least."""
         held = min(nbytes, self.cache_nbytes)
         return held / self.cache + (nbytes - held) / self.memory

@@ -217,9 +217,9 @@ def _move_to_optimum(
     core = np.flatnonzero(smallest < np.inf)
     core = core[np.lexsort((base[core], *shortfall[core].T, smallest[core]))]
     copies = _equal_pages_before(shortfall[core], base[core])
-    most_moves = (max(free_bytes, left[-1]) - min(0, left[0])) // unit
+    max_moves = (max(free_bytes, left[-1]) - min(0, left[0])) // unit
     order = np.lexsort((copies, smallest[core]))  # by smallest shortfall; then one page of each kind in turn
-    core = core[order[copies[order] < most_moves]]
+    core = core[order[copies[order] < max_moves]]
     moves, complete = loops.search_core(
         spent[core], saved[core], shortfall[core], free_bytes, price, best, tolerance, MAX_STATES
     )

@@ -135,7 +135,7 @@ def checked_options(causal: bool, scale: float | None, window: tuple[int, int], 
         flag(causal, "causal"),
         None if scale is None else number(scale, "scale"),
         *sides_of_window(window),
-        number(softcap, "softcap", least=0),
+        number(softcap, "softcap", minimum=0),
     )
 
 

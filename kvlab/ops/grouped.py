@@ -196,7 +196,7 @@ def grouped_attention_varlen(
     max_seqlen_q, max_seqlen_k : int, optional
         At least the longest sequence of any group, and of k. Without them the totals count; separate calls of
         many sequences then start many blocks that find nothing to do.
-    segment_table : int32 array, (batch, most_segments), optional
+    segment_table : int32 array, (batch, max_segments), optional
         If given, keys of a sequence lie in segments: those from j * segment_len on in the rows of k and v
         from segment_table[b][j] * segment_len on. So gathered buffers of context parallelism and paged caches
         are read where they lie by ``"listed"`` and ``"paired"`` on Hopper; the CPU copies what it reads.
@@ -335,7 +335,7 @@ def check_groups(name: str, given: Any, q_groups: Any) -> None:
 _PATTERNS: dict[str, tuple[str, ...]] = {
     "q_groups": ("rows {}", "Hq", "D"), "k": ("total_k", "Hk", "D"), "v": ("total_k", "Hk", "D"),
     "cu_seqlens_q_groups": ("batch + 1",), "prefix_lens": ("batch",), "cu_seqlens_k": ("batch + 1",),
-    "segment_table": ("batch", "most_segments"),
+    "segment_table": ("batch", "max_segments"),
     "into[0]": ("rows {}", "Hq", "D"), "into[1]": ("Hq", "rows {}"),
 }  # fmt: skip
 _DTYPES = dict.fromkeys(("cu_seqlens_q_groups", "cu_seqlens_k", "prefix_lens", "segment_table"), "int32")
@@ -384,7 +384,7 @@ def _checked(
             "segment_table with implementation='separate': ordinary calls want the keys of a sequence "
             "in a row; pass a copy in order, or implementation='listed'"
         )
-    total_k = sizes["total_k"] if segment_len is None else sizes["most_segments"] * segment_len
+    total_k = sizes["total_k"] if segment_len is None else sizes["max_segments"] * segment_len
     totals = max(sizes[f"rows {g}"] for g in range(groups)), total_k
     most = [total if given is None else given for given, total in zip(longest, totals, strict=True)]
     scores = scores_of(sizes["D"], (causal, scale, -1, -1, 0.0))

@@ -222,8 +222,8 @@ def search_block_step(
         wanted = largest * np.float32(2**-8)
         near = wanted.astype(np.float16).view(np.uint16).astype(np.int64)
         up = near.astype(np.uint16).view(np.float16).astype(np.float32) < wanted
-        least_step: Int64 = np.maximum((near + up + 127) >> 7, 1)
-        return least_step
+        min_step: Int64 = np.maximum((near + up + 127) >> 7, 1)
+        return min_step
     guess = guess_block_step(x, profile, largest, decoded)
     near = guess.astype(np.float16).view(np.uint16).astype(np.int64)
     unit = exponent_above(largest) - 7

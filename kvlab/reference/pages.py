@@ -81,7 +81,7 @@ STEPS = (np.arange(256, dtype=np.uint16) << 7).view(np.float16).astype(np.float3
 """The step that each byte stands for; 0xF8 to 0xFF are infinite or NaN and only 0xFF is ever written."""
 
 NAN_STEP = 0xFF
-_LEAST_EXPONENT = -39  # of the unit of `rotate`: what is 2**-40 and less counts as 0
+_MIN_EXPONENT = -39  # of the unit of `rotate`: what is 2**-40 and less counts as 0
 _TOO_LARGE = np.float32(2**100)  # counts as infinite, so that no power of 2 in `rotate` is beyond float32
 _ROOT_2 = np.float32(np.float16(np.sqrt(2)))
 CODE_PARTS = {2: 6, 3: 5, 4: 4, 8: 4}  # log2 of the parts of a step in which elements count, or less
@@ -195,7 +195,7 @@ def _whole(
     more than 2**24.
     """
     log = hadamard_block(x.shape[-1] // blocks).bit_length() - 1
-    exponent = np.maximum(_exponent(largest) - (23 - log), _LEAST_EXPONENT)
+    exponent = np.maximum(_exponent(largest) - (23 - log), _MIN_EXPONENT)
     whole = np.rint(times_power(x, -exponent))
     return butterflies(whole.reshape(len(x), blocks, x.shape[1] // blocks)).reshape(x.shape), exponent
 

@@ -22,14 +22,14 @@ def solve(case: AllocationCase, method: Method) -> Rungs:
     return allocate(case.loss, case.cost, case.budget, ceiling=case.ceiling, method=method)
 
 
-def least_loss_of_all_combinations(case: AllocationCase) -> float:
+def min_loss_of_all_combinations(case: AllocationCase) -> float:
     choices = list(itertools.product(*(range(top + 1) for top in case.top)))
     rungs = np.array(choices, dtype=np.int64).reshape(len(choices), len(case.loss))
     fits = case.cost[rungs].sum(axis=1) <= case.budget
     return float(case.loss[np.arange(len(case.loss)), rungs].sum(axis=1)[fits].min())
 
 
-def least_loss_by_byte_table(case: AllocationCase) -> float:
+def min_loss_by_byte_table(case: AllocationCase) -> float:
     """Best loss for every number of bytes, one page after the other: the textbook dynamic program."""
     size = min(case.budget, len(case.loss) * int(case.cost[-1])) + 1
     table = np.zeros(size)
@@ -81,21 +81,21 @@ def assert_within_one_step(case: AllocationCase, rung: Rungs, least: float) -> N
 
 @given(allocation_cases(max_pages=6, max_cost=10**6))
 def test_dp_and_greedy_against_all_combinations(case: AllocationCase) -> None:
-    least = least_loss_of_all_combinations(case)
+    least = min_loss_of_all_combinations(case)
     assert_optimal(case, solve(case, "dp"), least)
     assert_within_one_step(case, solve(case, "greedy"), least)
 
 
 @given(allocation_cases(max_pages=60, max_cost=100))
 def test_dp_and_greedy_against_a_table_over_every_byte(case: AllocationCase) -> None:
-    least = least_loss_by_byte_table(case)
+    least = min_loss_by_byte_table(case)
     assert_optimal(case, solve(case, "dp"), least)
     assert_within_one_step(case, solve(case, "greedy"), least)
 
 
 @given(allocation_cases(max_pages=6, max_cost=100))
 def test_the_two_optima_agree(case: AllocationCase) -> None:
-    assert math.isclose(least_loss_by_byte_table(case), least_loss_of_all_combinations(case), rel_tol=1e-12)
+    assert math.isclose(min_loss_by_byte_table(case), min_loss_of_all_combinations(case), rel_tol=1e-12)
 
 
 @given(allocation_cases(max_pages=200))
@@ -254,7 +254,7 @@ def test_the_checks_reject_wrong_allocations() -> None:
     loss = np.random.default_rng(3).lognormal(0, 1, (30, 1)) * [1.0, 0.3, 0.02]
     case = AllocationCase(loss, np.array([10, 17, 40]), 614, np.full(30, 1) + np.arange(30) % 2)
     least = case.total_loss(solve(case, "dp"))
-    assert_optimal(case, solve(case, "dp"), least_loss_by_byte_table(case))
+    assert_optimal(case, solve(case, "dp"), min_loss_by_byte_table(case))
     lowest = np.zeros(30, np.int64)
     over_budget, over_ceiling = case.top, lowest + 2 * (np.arange(30) == 0)
     for check, wrong in [

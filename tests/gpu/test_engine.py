@@ -377,7 +377,7 @@ def test_products_give_the_prompt_of_the_token_kernel(name: str, monkeypatch: py
     found = []
     for seconds in (0.0, 1.0):
         monkeypatch.setattr("kvlab.engine.gpu.LAYER_SECONDS", seconds)
-        monkeypatch.setattr("kvlab.engine.gpu.MOST_TOKENS", 3 * 100)  # five passes, of which rows have some
+        monkeypatch.setattr("kvlab.engine.gpu.MAX_TOKENS", 3 * 100)  # five passes, of which rows have some
         on_gpu = decoder(geometry, "cuda", batch=3)
         found.append([on_gpu.prefill([row[:-1] for row in rows]), on_gpu.hidden])
         found[-1].append(on_gpu.step([row[-1] for row in rows]))

@@ -96,10 +96,10 @@ def test_lists_of_the_backward_are_those_of_the_reference(seed: int) -> None:
     lens = np.stack([rng.integers(0, keys + 1) for _ in range(groups)])
     rows = np.stack([rng.integers(0, 1 + 50_000 // number // groups // 16, number) for _ in range(groups)])
     heads_kv, causal, in_order = int(rng.choice([1, 2, 8])), bool(rng.integers(4)), bool(rng.integers(2))
-    most_rows = int((-(-rows // 64)).sum(0).max()) * 64
+    max_rows = int((-(-rows // 64)).sum(0).max()) * 64
     sections, far = int(rng.integers(1, 1 + number * heads_kv)), 1 << 30
     builder = ListBuilder(
-        Tiling(1, 128, 64), (number, int(keys.max()), most_rows), int(keys.sum()), heads_kv, 1,
+        Tiling(1, 128, 64), (number, int(keys.max()), max_rows), int(keys.sum()), heads_kv, 1,
         (0 if causal else far, far), 0, True, 0, in_order, sections, groups,
     )  # fmt: skip
     memory = torch.full((builder.nbytes,), 255, device="cuda", dtype=torch.uint8)

@@ -16,7 +16,7 @@ from kvlab.ops import attention_arguments
 from kvlab.ops.cuda import attention as attention_cuda
 from kvlab.ops.cuda import attention_sm90, tile_list
 
-LEAST_SHARED_BYTES = 99 * 1024  # what a block may have on every GPU from sm_80 on (sm_86, sm_89, sm_120)
+MIN_SHARED_BYTES = 99 * 1024  # what a block may have on every GPU from sm_80 on (sm_86, sm_89, sm_120)
 HOPPER_SHARED_BYTES = 227 * 1024
 
 
@@ -31,7 +31,7 @@ def test_shapes_of_the_portable_kernel_are_gated_and_fit(head_dim: int) -> None:
     shape = dict(zip(names, map(str, attention_cuda.SHAPES[head_dim]), strict=True))
     wanted = shape | {"HEAD_DIM": str(head_dim), "SOFTCAP": "0", "ALIGNED": "1", "BF16": "1"}
     assert wanted in declared("attention/forward.cu")
-    assert attention_cuda.portable_shared_bytes(head_dim) <= LEAST_SHARED_BYTES
+    assert attention_cuda.portable_shared_bytes(head_dim) <= MIN_SHARED_BYTES
 
 
 @pytest.mark.parametrize("longest_k", [1, 1 << 20])
@@ -50,7 +50,7 @@ def test_shapes_of_the_hopper_kernel_are_gated_and_fit(head_dim: int, capped: bo
 @pytest.mark.parametrize("head_dim", attention_cuda.FLOAT32_DIMS)
 def test_shapes_of_the_float32_kernel_are_gated_and_fit(head_dim: int) -> None:
     assert {"HEAD_DIM": str(head_dim)} in declared("attention/forward_float32.cu")
-    assert attention_cuda.float32_shared_bytes(head_dim) <= LEAST_SHARED_BYTES
+    assert attention_cuda.float32_shared_bytes(head_dim) <= MIN_SHARED_BYTES
 
 
 def test_the_call_has_the_layout_of_the_kernels() -> None:

@@ -86,7 +86,7 @@ class Model:
     tokens_per_s: float
     text: Text
 
-    def most_windows(self, context_length: int) -> int:
+    def max_windows(self, context_length: int) -> int:
         """Windows of a context, and the token behind it, that the text holds for certain.
 
         Windows begin at the fractions 0, 1/2, 1/4, 3/4, ... of the text (kvlab.lab.quality.text), so up to
@@ -94,7 +94,7 @@ class Model:
 
         Examples
         --------
-        >>> [MODELS["tiny"].most_windows(context) for context in (256, 1024, 4096)]
+        >>> [MODELS["tiny"].max_windows(context) for context in (256, 1024, 4096)]
         [32, 8, 2]
         """
         text = self.text
@@ -182,7 +182,7 @@ class AblationCase:
                 f"tokens, not {shape} and {self.context_length}; take another context_length, or model=None "
                 "(a geometry) for synthetic keys and values"
             )
-        if self.num_samples > (most := known.most_windows(self.context_length)):
+        if self.num_samples > (most := known.max_windows(self.context_length)):
             raise ValueError(
                 f"num_samples={self.num_samples}: the text of model={self.model!r} holds {most} windows of "
                 f"{self.context_length} tokens; take {most} at most, or 0 for as many as are usual"

@@ -173,7 +173,7 @@ def prepare_packed(
     mixture: Mixture,
     warps: int = 0,
     backend: Any = packed_cuda,
-    most_compared: int = _CHECKED_TOKENS,
+    max_compared: int = _CHECKED_TOKENS,
 ) -> PackedCase:
     """Draw pages of a case and check what is attended.
 
@@ -181,7 +181,7 @@ def prepare_packed(
     ----------
     shape, mixture, warps, backend
         As for `time_packed`.
-    most_compared : int
+    max_compared : int
         Longer sequences are not compared with float64.
 
     Returns
@@ -211,7 +211,7 @@ def prepare_packed(
 
     attend(pages)
     case, error = f"packed attention of {shape}, widths {dict(mixture)},", None
-    if shape.tokens <= most_compared:
+    if shape.tokens <= max_compared:
         error = relative_error(pages, q, out, 0)
         check(error < 1e-2, f"{case} relative error {error},")
     apart = attended_apart(pages, q, backend)

@@ -149,7 +149,7 @@ HOPPER = True
 
 _KIB = 1024
 _SHARED_BYTES = {(8, 0): 163 * _KIB, (8, 7): 163 * _KIB, (9, 0): 227 * _KIB, (10, 0): 227 * _KIB}
-_LEAST_SHARED_BYTES = 99 * _KIB
+_MIN_SHARED_BYTES = 99 * _KIB
 
 
 @dataclass(frozen=True)
@@ -413,5 +413,5 @@ def float32_shared_bytes(head_dim: int) -> int:
 
 def shape_for(head_dim: int, capability: tuple[int, int]) -> Shape:
     """Return the first tiling of a head dimension that fits the shared memory of a multiprocessor."""
-    limit = _SHARED_BYTES.get(capability, _LEAST_SHARED_BYTES)
+    limit = _SHARED_BYTES.get(capability, _MIN_SHARED_BYTES)
     return next(shape for shape in SHAPES[head_dim] if shape.shared_bytes(head_dim) <= limit)

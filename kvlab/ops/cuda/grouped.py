@@ -230,7 +230,7 @@ class ListedCall:
         of_call = struct.array(
             {name: fields[name] for name in ("dim", "left", "right", "scale", "softcap")}
             | {f"first_row{g}": row for g, row in enumerate(first_rows)}
-            | {"num_segments": call.sizes.get("most_segments", 0), "segment_len": call.segment_len or 0}
+            | {"num_segments": call.sizes.get("max_segments", 0), "segment_len": call.segment_len or 0}
             | {"results": 0, "box": box, "unused": 0, "variable": 1}
             | {"pack": pack, "positions": positions, "reciprocal": -(-65536 // pack)}
         )

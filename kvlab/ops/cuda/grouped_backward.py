@@ -251,9 +251,9 @@ class ListedCall:
         if persistent:
             blocks, group = multiprocessors(device), fields["group"]
             sections = num_sections(pairs, of_pair, group, plan.head_dim, blocks, causal, deterministic)
-        most_rows = sum(-(-rows // block_m) * block_m for rows in longest)
+        max_rows = sum(-(-rows // block_m) * block_m for rows in longest)
         builder = ListBuilder(
-            Tiling(1, block_n, block_m), (sequences, longest_k, most_rows), k.shape[0], k.shape[1], 1,
+            Tiling(1, block_n, block_m), (sequences, longest_k, max_rows), k.shape[0], k.shape[1], 1,
             (fields["right"], fields["left"]), 0, True, device, deterministic, sections, len(present),
         )  # fmt: skip
         self._lists = TileLists(builder, name is None, kind)

@@ -45,7 +45,7 @@ class Runs:
         Rows that each group has of a sequence, and keys of each of its runs.
     first_rows : int array, (groups, sequences)
         Of the rows of a group in q.
-    places : int array, (groups, sequences, most_runs, 2)
+    places : int array, (groups, sequences, max_runs, 2)
         Of each run that a group sees, first row and rank, or `OWN`; a causal mask ends with the last of them.
     counts : tuple of int
         Runs that each group sees of a sequence.

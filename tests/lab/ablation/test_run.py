@@ -93,7 +93,7 @@ def test_wrong_cases_are_refused(values: dict[str, Any], message: str) -> None:
 def test_the_tiny_text_holds_the_windows_and_needles_of_every_case(context: int) -> None:
     model, subject = MODELS["tiny"], tiny_llama()
     case = AblationCase(0.5, "2,4", context, True, "tiny", model.geometry)
-    most = model.most_windows(context)
+    most = model.max_windows(context)
     assert 1 <= case.windows <= most
     assert len(cut_windows(subject.text, subject.encode, most, context + 1).starts) == most
     hide_needles(subject, context + 1)
@@ -291,7 +291,7 @@ def test_figures_at_twice_the_limit_of_a_gpu_are_refused(gpu: Gpu, memory: float
 def test_figures_at_twice_the_limit_of_this_cpu_are_refused() -> None:
     limit = cpu_limit()
     for nbytes in (1 << 20, 8 * limit.cache_nbytes):
-        least = limit.least_seconds(nbytes)
+        least = limit.min_seconds(nbytes)
         guard.refuse_impossible(nbytes, 1.01 * least, lambda: limit)
         with pytest.raises(guard.Refused, match="did not do the work"):
             guard.refuse_impossible(nbytes, least / 2, lambda: limit)
