@@ -7,7 +7,7 @@ a side at 64 channels, are read from the first-level cache. Nothing else changes
 Neighbouring lanes are stored together, so columns come in another order within sixteen, and so do the rows of
 K, to match the columns of V:
 
-    column 8 c + 2 u + half of a tile, and row 8 c + 2 u + half of K: at 8 half + 4 c + u    (`place_of`)
+    column 8 c + 2 u + half of a tile, and row 8 c + 2 u + half of K: at 8 half + 4 c + u    (`index_of`)
     row of V: where it was
 
 So slot s of a page is at 4 (s % 4) + s // 4. Elements are multiplied by the step of their token, which is
@@ -46,7 +46,7 @@ SLOT_AT = np.array([4 * (p % 4) + p // 4 for p in range(PAGE)])
 
 
 @helper
-def place_of(column):
+def index_of(column):
     """Return where a column of a tile, or a channel, stands in a matrix."""
     return column // 16 * 16 + column % 2 * 8 + column % 16 // 8 * 4 + column % 8 // 2
 

@@ -15,8 +15,8 @@ because the coded part is rotated back at the end. Scratch memory of a thread: t
 and of weights, and for raw values its pages without their unused slots. K and V are never written out
 unpacked.
 
-Shapes: pairs = batch * num_heads_kv; query rows are (position, head of the group), heads fastest, in blocks
-of `rows`, the last block filled up. Tables and `places` are those of `page`; `packed_merge` makes
+Shapes: num_bh = batch * num_heads_kv; query rows are (position, head of the group), heads fastest, in blocks
+of `rows`, the last block filled up. Tables and `layouts` are those of `page`; `packed_merge` makes
 results of the parts.
 """
 
@@ -93,8 +93,8 @@ def _write_probabilities(typing_context, scores, new_max, steps, factor, pattern
                     order = _lanes(range(2 * half + column_half, PAGE, 4))
                     four = builder.shuffle_vector(*eights, order)
                     number = _I64((page * 2 + column_half) * 2 + half)
-                    place = builder.add(builder.mul(rows, number), arguments[5])
-                    target = builder.gep(pattern_at, [builder.mul(place, _I64(4))])
+                    offset = builder.add(builder.mul(rows, number), arguments[5])
+                    target = builder.gep(pattern_at, [builder.mul(offset, _I64(4))])
                     builder.store(four, builder.bitcast(target, four.type.as_pointer())).align = 4
         return total
 
@@ -131,38 +131,38 @@ def _load_floats(builder, data, index):
 def lay_out_queries(q, scale, frame, block, coded, raw, bias):
     """Write scale * q as patterns of `fragments`, for coded keys (rotated) and for raw ones.
 
-    q (batch, positions, heads, head_dim) float32; coded, raw (pairs, blocks, head_dim / 16, 2, 2, rows, 4).
-    A coded key is H ((k - mean) / scales), so <q, k> = <H (q scales), coded key> + <q, mean>. frame: mean,
-    scales, order and factors (pairs, head_dim): the channel at each place, and what H is multiplied by there;
-    bias (pairs, blocks, rows) receives the last term.
+    q (batch, positions, heads, head_dim) float32; coded, raw (num_bh, blocks, head_dim / 16, 2, 2, rows, 4).
+    A coded key is H ((k - mean) / scales), so <q, k> = <H (q scales), coded key> + <q, mean>; bias (num_bh,
+    blocks, rows) receives the last term. frame: mean, scales, order and factors, (num_bh, head_dim); order
+    names the n-th channel of a key, factors what H is multiplied by there.
     """
     mean, scales, order, factors = frame
     batch, positions, heads, head_dim = q.shape
-    pairs, blocks, rows = bias.shape
-    kv_heads = pairs // batch
+    num_bh, blocks, rows = bias.shape
+    kv_heads = num_bh // batch
     group = heads // kv_heads
-    line, placed = np.empty((2, head_dim), np.float32)
-    for pair in range(pairs):
+    line, rotated = np.empty((2, head_dim), np.float32)
+    for bh in range(num_bh):
         for i in range(blocks * rows):
             own, row = i // rows, i % rows
             for channel in range(head_dim):
                 line[channel] = 0
             if i < positions * group:
-                query = q[pair // kv_heads, i // group, pair % kv_heads * group + i % group]
+                query = q[bh // kv_heads, i // group, bh % kv_heads * group + i % group]
                 for channel in range(head_dim):
                     line[channel] = scale * query[channel]
-            _write_pattern(line, np.float32(1), raw[pair, own], row)
+            _write_pattern(line, np.float32(1), raw[bh, own], row)
             product = np.float32(0)
             for channel in range(head_dim):
-                product += line[channel] * mean[pair, channel]
-                line[channel] *= scales[pair, channel]
-            bias[pair, own, row] = product
-            for place in range(head_dim):
-                placed[place] = line[order[pair, place]]
-            hadamard_run(placed, 0, head_dim, block)
-            for place in range(head_dim):
-                placed[place] *= factors[pair, place]
-            _write_pattern(placed, UPPER_HALF, coded[pair, own], row)
+                product += line[channel] * mean[bh, channel]
+                line[channel] *= scales[bh, channel]
+            bias[bh, own, row] = product
+            for n in range(head_dim):
+                rotated[n] = line[order[bh, n]]
+            hadamard_run(rotated, 0, head_dim, block)
+            for n in range(head_dim):
+                rotated[n] *= factors[bh, n]
+            _write_pattern(rotated, UPPER_HALF, coded[bh, own], row)
 
 
 @helper
@@ -280,7 +280,9 @@ def _add_lanes(totals, out):
 
 
 @helper
-def _attend_range(queries, table, places, first, last, itemsize, softcap, kept, kept_from, scratch, result):
+def _attend_range(
+    queries, table, layouts, first, last, itemsize, softcap, saved, first_saved, scratch, result
+):
     """One item: attend the quads first to last - 1 of a table row with a block of queries."""
     query_coded, query_raw, bias, first_visible = queries
     rung, _, index, base = table
@@ -294,44 +296,44 @@ def _attend_range(queries, table, places, first, last, itemsize, softcap, kept, 
     for row in range(rows):
         row_max[row], row_sum[row] = _MINUS_INFINITY, 0
     for quad in range(first, last):
-        place = places[rung[QUAD * quad]]
-        tokens, own_base = find_records(table, place, quad, records, values, used), base[QUAD * quad :]
+        layout = layouts[rung[QUAD * quad]]
+        tokens, own_base = find_records(table, layout, quad, records, values, used), base[QUAD * quad :]
         if hides:
-            tokens = leave_out_before(oldest, place, own_base, records, values, used)
+            tokens = leave_out_before(oldest, layout, own_base, records, values, used)
         if tokens == 0:
-            for row in range(max(0, -kept_from), min(rows, kept.shape[1] - kept_from)):
+            for row in range(max(0, -first_saved), min(rows, saved.shape[1] - first_saved)):
                 for slot in range(SLOTS):
-                    kept[quad, kept_from + row, slot] = _MINUS_INFINITY
+                    saved[quad, first_saved + row, slot] = _MINUS_INFINITY
             continue
 
         if quad + 1 < last:
-            following = places[rung[QUAD * quad + QUAD]]
+            following = layouts[rung[QUAD * quad + QUAD]]
             for p in range(QUAD * quad + QUAD, QUAD * quad + 2 * QUAD):
                 start = following[POOL] + np.int64(index[p]) * following[RECORD]
                 for line in range(start // 64 * 64, start + following[POSITIONS], 64):
                     prefetch(line)
 
-        coded_keys, coded_values = place[K_STEPS] >= 0, place[V_STEPS] >= 0
+        coded_keys, coded_values = layout[K_STEPS] >= 0, layout[V_STEPS] >= 0
         query = query_coded if coded_keys else query_raw
         call_product(
-            place[K_FUNCTION], records.ctypes.data, query.ctypes.data, scores.ctypes.data, head_dim // 16
+            layout[K_FUNCTION], records.ctypes.data, query.ctypes.data, scores.ctypes.data, head_dim // 16
         )
         if coded_keys:
-            _read_steps(records, place[K_STEPS], steps)
+            _read_steps(records, layout[K_STEPS], steps)
             _scale_scores(scores, steps, bias)
         if softcap > 0 or tokens < SLOTS:
             _mask_scores(scores, used, softcap)
         if hides:
-            _mask_window(scores, records, place[POSITIONS], own_base, used, first_visible)
-        for row in range(max(0, -kept_from), min(rows, kept.shape[1] - kept_from)):
+            _mask_window(scores, records, layout[POSITIONS], own_base, used, first_visible)
+        for row in range(max(0, -first_saved), min(rows, saved.shape[1] - first_saved)):
             for slot in range(SLOTS):
-                kept[quad, kept_from + row, slot] = scores[row, slot] / LOG2_E
+                saved[quad, first_saved + row, slot] = scores[row, slot] / LOG2_E
         if _update_max(scores, row_max, row_sum, rescale):
             _rescale_totals(coded, rows, rescale)
             _rescale_totals(raw, rows, rescale)
 
         if coded_values:
-            _read_steps(records, place[V_STEPS], steps)
+            _read_steps(records, layout[V_STEPS], steps)
         else:
             for slot in range(0, SLOTS, 8):
                 store(steps, slot, splat(np.float32(1)))
@@ -347,27 +349,27 @@ def _attend_range(queries, table, places, first, last, itemsize, softcap, kept, 
                 values[page] = words[page].ctypes.data
         totals = coded if coded_values else raw
         call_product(
-            place[V_FUNCTION], values.ctypes.data, weights.ctypes.data, totals.ctypes.data, head_dim // 16
+            layout[V_FUNCTION], values.ctypes.data, weights.ctypes.data, totals.ctypes.data, head_dim // 16
         )
     _add_lanes(coded, out_coded)
     _add_lanes(raw, out_raw)
 
 
 @serial
-def attend_pages(counter, queries, table, places, itemsize, softcap, kept, kept_from, result):
+def attend_pages(counter, queries, table, layouts, itemsize, softcap, saved, first_saved, result):
     """Attend all pages, in parts: what one thread does, taking items from the counter until none is left.
 
-    queries: coded, raw (pairs, blocks, head_dim / 16, 2, 2, rows, 4), patterns of `fragments` for coded
-    and for raw keys; bias (pairs, blocks, rows), added to the scores of coded keys; first_visible, as bias:
+    queries: coded, raw (num_bh, blocks, head_dim / 16, 2, 2, rows, 4), patterns of `fragments` for coded
+    and for raw keys; bias (num_bh, blocks, rows), added to the scores of coded keys; first_visible, as bias:
     the first position that a row sees (base is read only if one is above 0). table: rung, count, index, base
-    (pairs, entries); num_pages (pairs,). kept (pairs, quads, kept rows, 64) receives the scores,
-    natural, of query rows from kept_from on. result: out (2, pairs, blocks, splits, rows, head_dim), what
-    coded and raw values add up to, in units of 2^row_max; row_max, row_sum (pairs, blocks, splits, rows).
+    (num_bh, entries); num_pages (num_bh,). saved (num_bh, quads, saved rows, 64) receives the scores,
+    natural, of query rows from first_saved on. result: out (2, num_bh, blocks, splits, rows, head_dim), what
+    coded and raw values add up to, in units of 2^row_max; row_max, row_sum (num_bh, blocks, splits, rows).
     """
     coded, raw, bias, first_visible = queries
     rung, count, index, base, num_pages = table
     out, row_max, row_sum = result
-    _, pairs, blocks, splits, rows, head_dim = out.shape
+    _, num_bh, blocks, splits, rows, head_dim = out.shape
     scratch = (
         np.empty((rows, SLOTS), np.float32),
         np.empty(SLOTS, np.float32),
@@ -381,25 +383,25 @@ def attend_pages(counter, queries, table, places, itemsize, softcap, kept, kept_
         np.empty(QUAD, np.int64),
     )
     item = take_number(counter)
-    while item < pairs * blocks * splits:
-        pair, block, part = item // (blocks * splits), item // splits % blocks, item % splits
-        live = np.int64(num_pages[pair]) // QUAD
+    while item < num_bh * blocks * splits:
+        bh, block, part = item // (blocks * splits), item // splits % blocks, item % splits
+        live = np.int64(num_pages[bh]) // QUAD
         _attend_range(
-            (coded[pair, block], raw[pair, block], bias[pair, block], first_visible[pair, block]),
-            (rung[pair], count[pair], index[pair], base[pair]),
-            places,
+            (coded[bh, block], raw[bh, block], bias[bh, block], first_visible[bh, block]),
+            (rung[bh], count[bh], index[bh], base[bh]),
+            layouts,
             live * part // splits,
             live * (part + 1) // splits,
             itemsize,
             softcap,
-            kept[pair],
-            block * rows - kept_from,
+            saved[bh],
+            block * rows - first_saved,
             scratch,
             (
-                out[0, pair, block, part],
-                out[1, pair, block, part],
-                row_max[pair, block, part],
-                row_sum[pair, block, part],
+                out[0, bh, block, part],
+                out[1, bh, block, part],
+                row_max[bh, block, part],
+                row_sum[bh, block, part],
             ),
         )
         item = take_number(counter)

@@ -18,59 +18,57 @@ _MINUS_INFINITY = np.float32(-np.inf)
 def merge_parts(parts, row_max, row_sum, block, factors, out, lse):
     """Merge the parts of each row, in order; rotate back the sums of coded values.
 
-    parts, row_max, row_sum from `attend_pages`; factors (pairs,), of rotated sums; out (batch, positions,
+    parts, row_max, row_sum from `attend_pages`; factors (num_bh,), of rotated sums; out (batch, positions,
     heads, head_dim), lse (batch, heads, positions), natural: 0 and -inf where there is no token.
     """
     batch, positions, heads, head_dim = out.shape
-    _, pairs, _, splits, rows, _ = parts.shape
-    kv_heads = pairs // batch
+    _, num_bh, _, splits, rows, _ = parts.shape
+    kv_heads = num_bh // batch
     group = heads // kv_heads
-    for pair in range(pairs):
+    for bh in range(num_bh):
         for i in range(positions * group):
-            own, row, head = i // rows, i % rows, pair % kv_heads * group + i % group
-            line = out[pair // kv_heads, i // group, head]
+            own, row, head = i // rows, i % rows, bh % kv_heads * group + i % group
+            line = out[bh // kv_heads, i // group, head]
             new_max = _MINUS_INFINITY
             for part in range(splits):
-                new_max = max(new_max, row_max[pair, own, part, row])
+                new_max = max(new_max, row_max[bh, own, part, row])
             whole = np.float32(0)
             for part in range(splits):
-                if row_sum[pair, own, part, row] != 0:
-                    whole += row_sum[pair, own, part, row] * np.float32(2) ** (
-                        row_max[pair, own, part, row] - new_max
+                if row_sum[bh, own, part, row] != 0:
+                    whole += row_sum[bh, own, part, row] * np.float32(2) ** (
+                        row_max[bh, own, part, row] - new_max
                     )
             for channel in range(head_dim):
                 line[channel] = 0
             for side in range(2):
                 for part in range(splits):
-                    if row_sum[pair, own, part, row] != 0:
-                        weight = np.float32(2) ** (row_max[pair, own, part, row] - new_max) / whole
-                        values = parts[side, pair, own, part, row]
+                    if row_sum[bh, own, part, row] != 0:
+                        weight = np.float32(2) ** (row_max[bh, own, part, row] - new_max) / whole
+                        values = parts[side, bh, own, part, row]
                         for channel in range(head_dim):
                             line[channel] += weight * values[channel]
                 if side == 0:
                     hadamard_run(line, 0, head_dim, block)
                     for channel in range(head_dim):
-                        line[channel] *= factors[pair] * SIGNS[channel]
+                        line[channel] *= factors[bh] * SIGNS[channel]
             log = (new_max + np.float32(math.log2(whole))) / LOG2_E if whole != 0 else _MINUS_INFINITY
-            lse[pair // kv_heads, head, i // group] = log
+            lse[bh // kv_heads, head, i // group] = log
 
 
 @serial
 def sum_mass(counter, scores, lse, count, num_pages, group, mass):
-    """mass[pair, quad, slot] = mean over the kept rows of exp(score - lse); 0 in unused slots.
+    """mass[bh, quad, slot] = mean over the saved rows of exp(score - lse); 0 in unused slots.
 
-    What one thread does: quads, by the counter. scores (pairs, quads, rows * group, 64); lse (batch, heads,
-    rows); count (pairs, quads, 4); mass (pairs, quads, 64).
+    What one thread does: quads, by the counter. scores (num_bh, quads, rows * group, 64); lse (batch, heads,
+    rows); count (num_bh, quads, 4); mass (num_bh, quads, 64).
     """
-    pairs, quads, _ = count.shape
+    num_bh, quads, _ = count.shape
     kv_heads = lse.shape[1] // group
     item = take_number(counter)
-    while item < pairs * quads:
-        pair, quad = item // quads, item % quads
-        live, head = QUAD * quad < num_pages[pair], pair % kv_heads * group
-        _sum_quad(
-            scores[pair, quad], lse[pair // kv_heads], head, group, live, count[pair, quad], mass[pair, quad]
-        )
+    while item < num_bh * quads:
+        bh, quad = item // quads, item % quads
+        live, head = QUAD * quad < num_pages[bh], bh % kv_heads * group
+        _sum_quad(scores[bh, quad], lse[bh // kv_heads], head, group, live, count[bh, quad], mass[bh, quad])
         item = take_number(counter)
 
 

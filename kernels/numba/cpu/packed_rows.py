@@ -22,7 +22,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .expand import PADDING, SLOT_AT, place_of
+from .expand import PADDING, SLOT_AT, index_of
 from .fragments import QUAD, call_product
 from .groups import hadamard_run
 from .page import (
@@ -57,8 +57,8 @@ def _transpose(typing_context, source, first, near, far, target):
         rows = []
         for start in (first, builder.add(first, near)):
             for i in range(LANES // 2):
-                place = builder.add(start, builder.mul(far, ir.Constant(ir.IntType(64), i)))
-                at = pointer_to(context, builder, signature.args[0], source, place, F32X8)
+                offset = builder.add(start, builder.mul(far, ir.Constant(ir.IntType(64), i)))
+                at = pointer_to(context, builder, signature.args[0], source, offset, F32X8)
                 rows.append(load_unaligned(builder, at))
         for h in (1, 2, 4):  # swap the blocks of h x h off the diagonal of blocks of 2 h x 2 h
             mixed = list(rows)
@@ -71,8 +71,8 @@ def _transpose(typing_context, source, first, near, far, target):
                         mixed[row] = builder.shuffle_vector(rows[i], rows[i + h], lanes)
             rows = mixed
         for i, row in enumerate(rows):
-            place = ir.Constant(ir.IntType(64), LANES * i)
-            at = pointer_to(context, builder, signature.args[4], target, place, F32X8)
+            offset = ir.Constant(ir.IntType(64), LANES * i)
+            at = pointer_to(context, builder, signature.args[4], target, offset, F32X8)
             store_unaligned(builder, row, at)
         return context.get_dummy_value()
 
@@ -83,38 +83,38 @@ def _transpose(typing_context, source, first, near, far, target):
 def lay_out_panels(q, scale, frame, block, coded, raw):
     """Write scale * q as panels, for coded keys (rotated) and for raw ones.
 
-    q (batch, positions, heads, head_dim) float32; coded, raw (pairs, panels, (head_dim + 1) * PANEL),
+    q (batch, positions, heads, head_dim) float32; coded, raw (num_bh, panels, (head_dim + 1) * PANEL),
     channels as in `expand`. A coded key is H ((k - mean) / scales), so <q, k> = <H (q scales), coded key> +
     <q, mean>; the last term is the channel behind the others, 0 for raw keys. frame: as of `lay_out_queries`.
     """
     mean, scales, order, factors = frame
     batch, positions, heads, head_dim = q.shape
-    pairs, panels, _ = coded.shape
-    kv_heads = pairs // batch
+    num_bh, panels, _ = coded.shape
+    kv_heads = num_bh // batch
     group = heads // kv_heads
-    line, placed = np.empty((2, head_dim), np.float32)
-    for pair in range(pairs):
+    line, rotated = np.empty((2, head_dim), np.float32)
+    for bh in range(num_bh):
         for i in range(panels * PANEL):
             panel, lane = i // PANEL, i % PANEL
-            own_raw, own_coded = raw[pair, panel], coded[pair, panel]
+            own_raw, own_coded = raw[bh, panel], coded[bh, panel]
             product = _ZERO
             for channel in range(head_dim):
                 line[channel] = 0
             if i < positions * group:
-                query = q[pair // kv_heads, i // group, pair % kv_heads * group + i % group]
+                query = q[bh // kv_heads, i // group, bh % kv_heads * group + i % group]
                 for channel in range(head_dim):
                     line[channel] = scale * query[channel]
-                    own_raw[place_of(channel) * PANEL + lane] = line[channel]
-                    product += line[channel] * mean[pair, channel]
-                    line[channel] *= scales[pair, channel]
-                for place in range(head_dim):
-                    placed[place] = line[order[pair, place]]
-                hadamard_run(placed, 0, head_dim, block)
+                    own_raw[index_of(channel) * PANEL + lane] = line[channel]
+                    product += line[channel] * mean[bh, channel]
+                    line[channel] *= scales[bh, channel]
+                for n in range(head_dim):
+                    rotated[n] = line[order[bh, n]]
+                hadamard_run(rotated, 0, head_dim, block)
             else:
                 for channel in range(head_dim):
-                    own_raw[channel * PANEL + lane] = placed[channel] = 0
-            for place in range(head_dim):
-                own_coded[place_of(place) * PANEL + lane] = placed[place] * factors[pair, place]
+                    own_raw[channel * PANEL + lane] = rotated[channel] = 0
+            for n in range(head_dim):
+                own_coded[index_of(n) * PANEL + lane] = rotated[n] * factors[bh, n]
             own_raw[head_dim * PANEL + lane], own_coded[head_dim * PANEL + lane] = 0, product
 
 
@@ -157,39 +157,39 @@ def _clear(values, head_dim, used):
 
 
 @helper
-def _keep(scores, first, kept, square):
-    """kept[first + lane] = the scores of the rows of a panel by slots, where there is such a row.
+def _keep(scores, first, saved, square):
+    """saved[first + lane] = the scores of the rows of a panel by slots, where there is such a row.
 
-    kept (rows, 64); slot s of a page is token 4 (s % 4) + s // 4 in scores.
+    saved (rows, 64); slot s of a page is token 4 (s % 4) + s // 4 in scores.
     """
     for lane in range(0, PANEL, LANES):
-        if first + lane + LANES > 0 and first + lane < kept.shape[0]:
+        if first + lane + LANES > 0 and first + lane < saved.shape[0]:
             for slot in range(0, SLOTS, LANES):
                 token = slot // PAGE * PAGE + slot % PAGE // 4
                 _transpose(scores, token * PANEL + lane, PANEL, 4 * PANEL, square)
-                for row in range(max(0, -first - lane), min(LANES, kept.shape[0] - first - lane)):
-                    store(kept[first + lane + row], slot, load(square, LANES * row))
+                for row in range(max(0, -first - lane), min(LANES, saved.shape[0] - first - lane)):
+                    store(saved[first + lane + row], slot, load(square, LANES * row))
 
 
 @helper
-def _expand_quad(place, records, codes_v, keys, values, steps, by_slot, head_dim):
+def _expand_quad(layout, records, codes_v, keys, values, steps, by_slot, head_dim):
     """Expand the pages of a quad that have a record; see `expand`."""
     for page in range(QUAD):
         record = records[page]
         if record:
-            if place[K_STEPS] >= 0:
-                _read_steps(record + place[K_STEPS], steps, by_slot)
+            if layout[K_STEPS] >= 0:
+                _read_steps(record + layout[K_STEPS], steps, by_slot)
             matrix = keys.ctypes.data + 4 * PAGE * page * (head_dim + PADDING)
-            call_product(place[K_FUNCTION], record, steps.ctypes.data, matrix, head_dim // 16)
-            if place[V_STEPS] >= 0:
-                _read_steps(record + place[V_STEPS], steps, by_slot)
+            call_product(layout[K_FUNCTION], record, steps.ctypes.data, matrix, head_dim // 16)
+            if layout[V_STEPS] >= 0:
+                _read_steps(record + layout[V_STEPS], steps, by_slot)
             matrix = values.ctypes.data + 4 * PAGE * page
-            call_product(place[V_FUNCTION], codes_v[page], steps.ctypes.data, matrix, head_dim // 16)
+            call_product(layout[V_FUNCTION], codes_v[page], steps.ctypes.data, matrix, head_dim // 16)
 
 
 @helper
 def _attend_range(
-    queries, table, places, first, last, raw, softcap, kept, kept_from, scratch, totals, result
+    queries, table, layouts, first, last, raw, softcap, saved, first_saved, scratch, totals, result
 ):
     """One item: the quads first to last - 1 of a table row whose values are raw, or coded; PANELS at most.
 
@@ -208,22 +208,22 @@ def _attend_range(
         for lane in range(PANEL):
             row_max[panel * PANEL + lane], row_sum[panel * PANEL + lane] = LOWEST, 0
     for quad in range(first, last):
-        place = places[rung[QUAD * quad]]
-        if (place[V_STEPS] < 0) != raw:
+        layout = layouts[rung[QUAD * quad]]
+        if (layout[V_STEPS] < 0) != raw:
             continue
-        tokens, own_base = find_records(table, place, quad, records, codes_v, used), base[QUAD * quad :]
+        tokens, own_base = find_records(table, layout, quad, records, codes_v, used), base[QUAD * quad :]
         if hides:
-            tokens = leave_out_before(oldest, place, own_base, records, codes_v, used)
+            tokens = leave_out_before(oldest, layout, own_base, records, codes_v, used)
         if tokens == 0:
-            for row in range(max(0, kept_from), min(panels * PANEL, kept.shape[1] + kept_from)):
+            for row in range(max(0, first_saved), min(panels * PANEL, saved.shape[1] + first_saved)):
                 for slot in range(SLOTS):
-                    kept[quad, row - kept_from, slot] = MINUS_INFINITY
+                    saved[quad, row - first_saved, slot] = MINUS_INFINITY
             continue
-        _expand_quad(place, records, codes_v, keys, values, steps, by_slot, head_dim)
+        _expand_quad(layout, records, codes_v, keys, values, steps, by_slot, head_dim)
         if tokens < SLOTS:
             _clear(values, head_dim, used)
         for panel in range(panels):
-            query = query_coded[panel] if place[K_STEPS] >= 0 else query_raw[panel]
+            query = query_coded[panel] if layout[K_STEPS] >= 0 else query_raw[panel]
             rows = slice(panel * PANEL, (panel + 1) * PANEL)
             multiply(
                 keys,
@@ -242,8 +242,8 @@ def _attend_range(
             if tokens < SLOTS:
                 _hide(scores, used)
             if hides:
-                _mask_window(scores, records, place[POSITIONS], own_base, used, first_visible[panel])
-            _keep(scores, panel * PANEL - kept_from, kept[quad], square)
+                _mask_window(scores, records, layout[POSITIONS], own_base, used, first_visible[panel])
+            _keep(scores, panel * PANEL - first_saved, saved[quad], square)
             update_softmax(scores, SLOTS, LOG2_E, row_max[rows], row_sum[rows], rescale)
             multiply(
                 values, SLOTS + PADDING, 1, scores, SLOTS, SLOTS, totals[panel], head_dim, rescale, False
@@ -251,20 +251,20 @@ def _attend_range(
 
 
 @serial
-def attend_rows(counter, queries, table, places, softcap, kept, kept_from, result):
+def attend_rows(counter, queries, table, layouts, softcap, saved, first_saved, result):
     """Attend all pages, in parts: what one thread does, taking items from the counter until none is left.
 
-    queries: coded, raw of `lay_out_panels`; first_visible (pairs, panels, PANEL), the first position of a row
-    (base is read only if one is above 0). table: rung, count, index, base (pairs, entries); num_pages
-    (pairs,). kept (pairs, quads, kept rows, 64) receives the scores, natural, of query rows from kept_from
-    on. result: out (2, pairs, blocks, parts, rows, head_dim), what coded and raw values add up to, zeros
-    before, in units of 2^row_max; row_max, row_sum (pairs, blocks, parts, rows). Part 2 i is range i of the
-    quads with coded values, 2 i + 1 of those with raw ones; rows are those of PANELS panels.
+    queries: coded, raw of `lay_out_panels`; first_visible (num_bh, panels, PANEL), the first position of a
+    row (base is read only if one is above 0). table: rung, count, index, base (num_bh, entries); num_pages
+    (num_bh,). saved (num_bh, quads, saved rows, 64) receives the scores, natural, of query rows from
+    first_saved on. result: out (2, num_bh, blocks, parts, rows, head_dim), what coded and raw values add up
+    to, zeros before, in units of 2^row_max; row_max, row_sum (num_bh, blocks, parts, rows). Part 2 i is range
+    i of the quads with coded values, 2 i + 1 of those with raw ones; rows are those of PANELS panels.
     """
     coded, raw, first_visible = queries
     rung, count, index, base, num_pages = table
     out, row_max, row_sum = result
-    _, pairs, blocks, parts, _, head_dim = out.shape
+    _, num_bh, blocks, parts, _, head_dim = out.shape
     panels = coded.shape[1]
     scratch = (
         np.ones(SLOTS * (head_dim + PADDING), np.float32),  # the last channel of all keys is 1
@@ -280,26 +280,26 @@ def attend_rows(counter, queries, table, places, softcap, kept, kept_from, resul
     )
     totals = np.empty((PANELS, head_dim * PANEL), np.float32)
     item = take_number(counter)
-    while item < pairs * blocks * parts:
-        pair, block, part = item // (blocks * parts), item // parts % blocks, item % parts
-        live, splits = np.int64(num_pages[pair]) // QUAD, parts // 2
+    while item < num_bh * blocks * parts:
+        bh, block, part = item // (blocks * parts), item // parts % blocks, item % parts
+        live, splits = np.int64(num_pages[bh]) // QUAD, parts // 2
         own = slice(block * PANELS, min((block + 1) * PANELS, panels))
         used = totals[: own.stop - own.start]
         _attend_range(
-            (coded[pair, own], raw[pair, own], first_visible[pair, own]),
-            (rung[pair], count[pair], index[pair], base[pair]),
-            places,
+            (coded[bh, own], raw[bh, own], first_visible[bh, own]),
+            (rung[bh], count[bh], index[bh], base[bh]),
+            layouts,
             live * (part // 2) // splits,
             live * (part // 2 + 1) // splits,
             part % 2 == 1,
             softcap,
-            kept[pair],
-            kept_from - block * PANELS * PANEL,
+            saved[bh],
+            first_saved - block * PANELS * PANEL,
             scratch,
             used,
-            (row_max[pair, block, part], row_sum[pair, block, part]),
+            (row_max[bh, block, part], row_sum[bh, block, part]),
         )
-        _write_out(used, row_sum[pair, block, part], out[part % 2, pair, block, part])
+        _write_out(used, row_sum[bh, block, part], out[part % 2, bh, block, part])
         item = take_number(counter)
 
 

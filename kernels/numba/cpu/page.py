@@ -1,8 +1,8 @@
 """How the CPU kernels of packed attention read a page: offsets of its parts, scales, positions.
 
-`places` (rungs, PLACE_FIELDS) holds the offsets of the parts of a page, for each rung. A table has rung,
-count, index and base, (pairs, entries), and num_pages, (pairs,); pairs = batch * num_heads_kv. Kernels take
-its entries in quads, four of one rung.
+`layouts` (rungs, LAYOUT_FIELDS) holds the offsets of the parts of a page, for each rung. A page table has
+rung, count, index and base, (num_bh, entries), and num_pages, (num_bh,); num_bh = batch * num_heads_kv.
+Kernels take its entries in quads, four of one rung.
 """
 
 import numpy as np
@@ -17,9 +17,9 @@ from .softmax import floats, integers, serial
 
 PAGE = 16
 SLOTS = QUAD * PAGE
-PLACE_FIELDS = 8
-POOL, RECORD, V_CODES, K_STEPS, V_STEPS, POSITIONS, K_FUNCTION, V_FUNCTION = range(PLACE_FIELDS)
-"""Columns of `places`: an address, bytes of a record, byte offsets in it (codes of K begin it; K_STEPS and
+LAYOUT_FIELDS = 8
+POOL, RECORD, V_CODES, K_STEPS, V_STEPS, POSITIONS, K_FUNCTION, V_FUNCTION = range(LAYOUT_FIELDS)
+"""Columns of `layouts`: an address, bytes of a record, byte offsets in it (codes of K begin it; K_STEPS and
 V_STEPS are -1 at width 16, which has no steps), and the addresses of two functions: of `fragments`, or for
 `packed_rows` of `expand`."""
 
@@ -69,17 +69,17 @@ def prefetch(typing_context, address):
 @serial
 def check_table(rung, count, index, num_pages, capacity):
     """Return whether quads are of one rung and every used entry with tokens names a page that exists."""
-    for pair in range(rung.shape[0]):
-        if num_pages[pair] < 0 or num_pages[pair] > rung.shape[1] or num_pages[pair] % QUAD:
+    for bh in range(rung.shape[0]):
+        if num_pages[bh] < 0 or num_pages[bh] > rung.shape[1] or num_pages[bh] % QUAD:
             return False
-        for quad in range(0, num_pages[pair], QUAD):
-            own = rung[pair, quad]
+        for quad in range(0, num_pages[bh], QUAD):
+            own = rung[bh, quad]
             if own >= capacity.size:
                 return False
             for p in range(quad, quad + QUAD):
-                if rung[pair, p] != own or count[pair, p] > PAGE:
+                if rung[bh, p] != own or count[bh, p] > PAGE:
                     return False
-                if count[pair, p] and index[pair, p] >= capacity[own]:
+                if count[bh, p] and index[bh, p] >= capacity[own]:
                     return False
     return True
 
@@ -101,7 +101,7 @@ def newest_of(positions, base, count):
 
 
 @helper
-def find_records(table, place, quad, records, values, used):
+def find_records(table, layout, quad, records, values, used):
     """Return how many tokens a quad holds; `used` says how many each page.
 
     records, values: the addresses of its pages, where the codes of K begin, and of their codes of V; 0 for a
@@ -112,18 +112,18 @@ def find_records(table, place, quad, records, values, used):
     for page in range(QUAD):
         p = QUAD * quad + page
         used[page] = count[p]
-        records[page] = place[POOL] + np.int64(index[p]) * place[RECORD] if used[page] else 0
-        values[page] = records[page] + place[V_CODES] if used[page] else 0
+        records[page] = layout[POOL] + np.int64(index[p]) * layout[RECORD] if used[page] else 0
+        values[page] = records[page] + layout[V_CODES] if used[page] else 0
         tokens += used[page]
     return tokens
 
 
 @helper
-def leave_out_before(oldest, place, base, records, values, used):
+def leave_out_before(oldest, layout, base, records, values, used):
     """Leave out the pages of a quad that have no token at `oldest` or later; how many tokens are left."""
     tokens = 0
     for page in range(QUAD):
-        if newest_of(records[page] + place[POSITIONS], base[page], used[page]) < oldest:
+        if newest_of(records[page] + layout[POSITIONS], base[page], used[page]) < oldest:
             records[page] = values[page] = used[page] = 0
         tokens += used[page]
     return tokens

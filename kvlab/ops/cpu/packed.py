@@ -32,7 +32,7 @@ _WORTH_SHARING = 8_000_000  # multiplications, about a quarter of a millisecond
 
 
 @lru_cache(maxsize=64)
-def _places(layouts: tuple[Layout, ...], dtype: str, rows: int) -> NDArray[np.int64]:
+def _layout_table(layouts: tuple[Layout, ...], dtype: str, rows: int) -> NDArray[np.int64]:
     """Describe the rungs to the kernels; the addresses of the pools are filled in at each call.
 
     `rows` is what one product serves: up to `ROWS_AT_ONCE`, or 0 for pages that are expanded to memory.
@@ -41,19 +41,19 @@ def _places(layouts: tuple[Layout, ...], dtype: str, rows: int) -> NDArray[np.in
     from kvlab.numba_kernels.cpu import fragments as cpu_fragments
     from kvlab.numba_kernels.cpu import page as cpu_page
 
-    table = np.zeros((len(layouts), cpu_page.PLACE_FIELDS), np.int64)
-    for place, layout in zip(table, layouts, strict=True):
+    table = np.zeros((len(layouts), cpu_page.LAYOUT_FIELDS), np.int64)
+    for row, layout in zip(table, layouts, strict=True):
         k, v = (_kind(bits, dtype) for bits in (layout.bits_k, layout.bits_v))
-        place[cpu_page.RECORD] = layout.nbytes
-        place[cpu_page.V_CODES] = layout.v_codes
-        place[cpu_page.K_STEPS] = layout.k_steps if layout.bits_k != 16 else -1
-        place[cpu_page.V_STEPS] = layout.v_steps if layout.bits_v != 16 else -1
-        place[cpu_page.POSITIONS] = layout.positions
+        row[cpu_page.RECORD] = layout.nbytes
+        row[cpu_page.V_CODES] = layout.v_codes
+        row[cpu_page.K_STEPS] = layout.k_steps if layout.bits_k != 16 else -1
+        row[cpu_page.V_STEPS] = layout.v_steps if layout.bits_v != 16 else -1
+        row[cpu_page.POSITIONS] = layout.positions
         if rows:
             functions = cpu_fragments.key_product(k, rows), cpu_fragments.value_product(v, rows)
         else:
             functions = cpu_expand.expansion(k, "k"), cpu_expand.expansion(v, "v")
-        place[cpu_page.K_FUNCTION], place[cpu_page.V_FUNCTION] = (one.address for one in functions)
+        row[cpu_page.K_FUNCTION], row[cpu_page.V_FUNCTION] = (one.address for one in functions)
     return table
 
 
@@ -64,82 +64,84 @@ def _kind(width: Any, dtype: str) -> str:
     return dtype if width == 16 else str(width)
 
 
-def _exponents_of(pages: Pages, pairs: int) -> NDArray[np.int32]:
-    """Return those of K and V, (pairs, 2); a cache without profiles has none."""
-    exponents: NDArray[np.int32] = np.zeros((pairs, 2), np.int32)
+def _exponents_of(pages: Pages, num_bh: int) -> NDArray[np.int32]:
+    """Return those of K and V, (num_bh, 2); a cache without profiles has none."""
+    exponents: NDArray[np.int32] = np.zeros((num_bh, 2), np.int32)
     if math.prod(pages.exponent.shape):
-        exponents[...] = np.asarray(pages.exponent).reshape(pairs, 2)
+        exponents[...] = np.asarray(pages.exponent).reshape(num_bh, 2)
     return exponents
 
 
-def _frame_of(pages: Pages, pairs: int, head_dim: int) -> tuple[int, tuple[NDArray[Any], ...]]:
+def _frame_of(pages: Pages, num_bh: int, head_dim: int) -> tuple[int, tuple[NDArray[Any], ...]]:
     """Return the block in which keys are rotated, and their frame: mean, scales, order, factors of queries.
 
     All that a query is multiplied by on its way to coded keys has the exponent of keys in it.
     """
 
-    def of_pairs(x: Any, kind: type) -> NDArray[Any]:
-        return np.ascontiguousarray(np.asarray(x, kind).reshape(pairs, x.shape[-1]))
+    def per_bh(x: Any, kind: type) -> NDArray[Any]:
+        return np.ascontiguousarray(np.asarray(x, kind).reshape(num_bh, x.shape[-1]))
 
-    exponent = _exponents_of(pages, pairs)[:, :1]
-    mean = np.ldexp(of_pairs(pages.k_mean, np.float32), exponent)
-    scales = np.ldexp(np.float32(1), of_pairs(pages.k_shift, np.int32))
+    exponent = _exponents_of(pages, num_bh)[:, :1]
+    mean = np.ldexp(per_bh(pages.k_mean, np.float32), exponent)
+    scales = np.ldexp(np.float32(1), per_bh(pages.k_shift, np.int32))
     if not any(layout.in_blocks for layout in pages.layouts):
-        block, order = head_dim & -head_dim, np.tile(np.arange(head_dim), (pairs, 1))
-        factors = np.full((pairs, head_dim), 1 / math.sqrt(block), np.float32)
+        block, order = head_dim & -head_dim, np.tile(np.arange(head_dim), (num_bh, 1))
+        factors = np.full((num_bh, head_dim), 1 / math.sqrt(block), np.float32)
     else:
-        each, order = head_dim // 4, of_pairs(pages.k_order, np.int64)
+        each, order = head_dim // 4, per_bh(pages.k_order, np.int64)
         block = each & -each
         log = block.bit_length() - 1
-        inverse = np.ldexp(np.float32(1), (log + 1) // 2 - log) / of_pairs(pages.k_gain, np.float32)
+        inverse = np.ldexp(np.float32(1), (log + 1) // 2 - log) / per_bh(pages.k_gain, np.float32)
         factors = np.repeat(inverse, each, axis=1)
     return block, (mean, scales, order, np.ldexp(factors, exponent))
 
 
 class _CpuCall(NamedTuple):
-    """A call as the CPU kernels take it; pairs are batch * num_heads_kv."""
+    """A call as the CPU kernels take it; num_bh is batch * num_heads_kv."""
 
     queries: NDArray[np.float32]  # (batch, seqlen_q, num_heads_q, head_dim)
     block: int  # in which keys are rotated
-    frame: tuple[NDArray[Any], ...]  # mean, scales, order and factors of keys, (pairs, head_dim)
-    table: tuple[NDArray[Any], ...]  # rung, count, index (pairs, entries); num_pages (pairs,)
-    base: NDArray[np.uint16]  # (pairs, entries), or (pairs, 0) without a window
-    lowest: NDArray[np.int64]  # (batch, seqlen_q): the first position that a query token sees
+    frame: tuple[NDArray[Any], ...]  # mean, scales, order and factors of keys, (num_bh, head_dim)
+    table: tuple[NDArray[Any], ...]  # rung, count, index (num_bh, entries); num_pages (num_bh,)
+    base: NDArray[np.uint16]  # (num_bh, entries), or (num_bh, 0) without a window
+    first_visible: NDArray[np.int64]  # (batch, seqlen_q): the first position that a query token sees
     scale: float
     softcap: np.float32
-    kept: NDArray[np.float32]  # (pairs, quads, kept rows, 64), to be filled
-    kept_from: int
+    saved: NDArray[np.float32]  # (num_bh, quads, saved rows, 64), to be filled
+    first_saved: int
     alone: bool
 
-    def places(self, pages: Pages, rows: int) -> NDArray[np.int64]:
+    def layouts(self, pages: Pages, rows: int) -> NDArray[np.int64]:
         """Describe the rungs with the addresses of their pools; refuse a table that leads outside them."""
         from kvlab.numba_kernels.cpu import page as cpu_page
 
-        places = _places(tuple(pages.layouts), pages.dtype, rows).copy()
-        places[:, cpu_page.POOL] = [pool.ctypes.data for pool in pages.pools]
-        unit, sizes = getattr(pages, "unit", 0), places[:, cpu_page.RECORD].copy()
+        layouts = _layout_table(tuple(pages.layouts), pages.dtype, rows).copy()
+        layouts[:, cpu_page.POOL] = [pool.ctypes.data for pool in pages.pools]
+        unit, sizes = getattr(pages, "unit", 0), layouts[:, cpu_page.RECORD].copy()
         if unit:  # bytes that `index` counts, if it does not count pages
-            places[:, cpu_page.RECORD] = unit
+            layouts[:, cpu_page.RECORD] = unit
         space = np.array([pool.nbytes for pool in pages.pools], np.int64)
-        capacity = np.maximum((space - sizes) // places[:, cpu_page.RECORD] + 1, 0)
+        capacity = np.maximum((space - sizes) // layouts[:, cpu_page.RECORD] + 1, 0)
         if not cpu_page.check_table(*self.table, capacity):
             raise ValueError(
                 "pages: an entry of the page table names a page that does not exist; check_entries() says "
                 "which"
             )
-        return places
+        return layouts
 
     @property
-    def places_table(self) -> tuple[NDArray[Any], ...]:
+    def page_table(self) -> tuple[NDArray[Any], ...]:
         """The page table as the kernels take it."""
         return (*self.table[:3], self.base, self.table[3])
 
-    def lowest_of_rows(self, pairs: int, *shape: int) -> NDArray[np.int64]:
-        """`lowest` of the query rows of each pair, (pairs, *shape); rows beyond the last are as the last."""
-        batch, seqlen_q = self.lowest.shape
-        group = self.queries.shape[2] * batch // max(pairs, 1)
+    def first_visible_of_rows(self, num_bh: int, *shape: int) -> NDArray[np.int64]:
+        """`first_visible` of query rows, (num_bh, *shape); rows beyond the last are as the last."""
+        batch, seqlen_q = self.first_visible.shape
+        group = self.queries.shape[2] * batch // max(num_bh, 1)
         token = np.minimum(np.arange(math.prod(shape)) // max(group, 1), seqlen_q - 1)
-        return np.repeat(self.lowest[:, token], pairs // max(batch, 1), axis=0).reshape(pairs, *shape)
+        return np.repeat(self.first_visible[:, token], num_bh // max(batch, 1), axis=0).reshape(
+            num_bh, *shape
+        )
 
     def splits(self, items: int, most: int, quads_each: int) -> int:
         """Into how many ranges to cut the quads of a row, so that there are about `most` items of work."""
@@ -179,80 +181,85 @@ def attend_into(
     from kvlab.numba_kernels.cpu.packed_merge import merge_parts
 
     batch, seqlen_q, heads, head_dim = view.shape
-    pairs, entries, query_rows = batch * (heads // group), pages.rung.shape[2], seqlen_q * group
+    num_bh, entries, query_rows = batch * (heads // group), pages.rung.shape[2], seqlen_q * group
     keep_scores = scores.shape[3] // group
     rung, count, index = (
-        np.ascontiguousarray(x).reshape(pairs, entries) for x in (pages.rung, pages.count, pages.index)
+        np.ascontiguousarray(x).reshape(num_bh, entries) for x in (pages.rung, pages.count, pages.index)
     )
     index = index.view(np.uint32)
-    num_pages = np.ascontiguousarray(pages.num_pages).reshape(pairs)
-    base, lowest = np.zeros((pairs, 0), np.uint16), np.zeros((batch, seqlen_q), np.int64)
+    num_pages = np.ascontiguousarray(pages.num_pages).reshape(num_bh)
+    base, first_visible = np.zeros((num_bh, 0), np.uint16), np.zeros((batch, seqlen_q), np.int64)
     if window:
-        base = np.ascontiguousarray(pages.base).reshape(pairs, entries).view(np.uint16)
-        lowest += to_numpy_view(window.first, "first_position")[:, None] + np.arange(seqlen_q) - window.left
-    key_block, frame = _frame_of(pages, pairs, head_dim)
+        base = np.ascontiguousarray(pages.base).reshape(num_bh, entries).view(np.uint16)
+        first_visible += (
+            to_numpy_view(window.first, "first_position")[:, None] + np.arange(seqlen_q) - window.left
+        )
+    key_block, frame = _frame_of(pages, num_bh, head_dim)
     call = _CpuCall(
         queries=np.ascontiguousarray(view, np.float32),
         block=key_block,
         frame=frame,
         table=(rung, count, index, num_pages),
         base=base,
-        lowest=lowest,
+        first_visible=first_visible,
         scale=scale,
         softcap=np.float32(softcap),
-        kept=scores.reshape(pairs, *scores.shape[2:]),
-        kept_from=(seqlen_q - keep_scores) * group,
+        saved=scores.reshape(num_bh, *scores.shape[2:]),
+        first_saved=(seqlen_q - keep_scores) * group,
         alone=2 * TOKENS_PER_PAGE * int(num_pages.sum()) * query_rows * head_dim < _WORTH_SHARING,
     )
     attend_rows = _attend_few_rows if query_rows <= FEW_ROWS else _attend_many_rows
-    parts = attend_rows(call, pages, pairs, query_rows)
+    parts = attend_rows(call, pages, num_bh, query_rows)
     block = head_dim & -head_dim  # of the rotation of values: the largest power of two that divides it
-    exponent = _exponents_of(pages, pairs)[:, 1]
+    exponent = _exponents_of(pages, num_bh)[:, 1]
     merge_parts(*parts, block, np.ldexp(np.float32(1 / math.sqrt(block)), exponent), out, lse)
 
 
 _Parts = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]
-"""out (2, pairs, blocks, parts, rows, head_dim), row_max, row_sum (pairs, blocks, parts, rows)."""
+"""out (2, num_bh, blocks, parts, rows, head_dim), row_max, row_sum (num_bh, blocks, parts, rows)."""
 
 
-def _attend_few_rows(call: _CpuCall, pages: Pages, pairs: int, query_rows: int) -> _Parts:
+def _attend_few_rows(call: _CpuCall, pages: Pages, num_bh: int, query_rows: int) -> _Parts:
     from kvlab.numba_kernels.cpu import packed as kernels
 
     head_dim = call.queries.shape[3]
     blocks = -(-query_rows // ROWS_AT_ONCE)
     rows = -(-query_rows // blocks) if 0 < blocks < 3 else ROWS_AT_ONCE
-    places = call.places(pages, rows)
-    coded, raw = np.empty((2, pairs, blocks, head_dim // 16, 2, 2, rows, 4), np.float32)
-    bias, lowest = np.empty((pairs, blocks, rows), np.float32), call.lowest_of_rows(pairs, blocks, rows)
+    layouts = call.layouts(pages, rows)
+    coded, raw = np.empty((2, num_bh, blocks, head_dim // 16, 2, 2, rows, 4), np.float32)
+    bias, first_visible = (
+        np.empty((num_bh, blocks, rows), np.float32),
+        call.first_visible_of_rows(num_bh, blocks, rows),
+    )
     unit = np.float32(call.scale if call.softcap else call.scale * kernels.LOG2_E)
     kernels.lay_out_queries(call.queries, unit, call.frame, call.block, coded, raw, bias)
-    splits = call.splits(pairs * blocks, _ITEMS, _QUADS_PER_ITEM)
-    parts = np.empty((2, pairs, blocks, splits, rows, head_dim), np.float32)
-    row_max, row_sum = np.empty((2, pairs, blocks, splits, rows), np.float32)
+    splits = call.splits(num_bh * blocks, _ITEMS, _QUADS_PER_ITEM)
+    parts = np.empty((2, num_bh, blocks, splits, rows, head_dim), np.float32)
+    row_max, row_sum = np.empty((2, num_bh, blocks, splits, rows), np.float32)
     run_parallel(
-        kernels.attend_pages, np.zeros(1, np.int64), (coded, raw, bias, lowest), call.places_table, places,
-        pages.layouts[0].itemsize, call.softcap, call.kept, call.kept_from, (parts, row_max, row_sum),
-        alone=call.alone,
+        kernels.attend_pages, np.zeros(1, np.int64), (coded, raw, bias, first_visible), call.page_table,
+        layouts, pages.layouts[0].itemsize, call.softcap, call.saved, call.first_saved,
+        (parts, row_max, row_sum), alone=call.alone,
     )  # fmt: skip
     return parts, row_max, row_sum
 
 
-def _attend_many_rows(call: _CpuCall, pages: Pages, pairs: int, query_rows: int) -> _Parts:
+def _attend_many_rows(call: _CpuCall, pages: Pages, num_bh: int, query_rows: int) -> _Parts:
     from kvlab.numba_kernels.cpu import packed_rows as kernels
 
-    head_dim, places = call.queries.shape[3], call.places(pages, 0)
+    head_dim, layouts = call.queries.shape[3], call.layouts(pages, 0)
     panels = -(-query_rows // kernels.PANEL)
     blocks = -(-panels // kernels.PANELS)
     rows = min(panels, kernels.PANELS) * kernels.PANEL
-    coded, raw = np.empty((2, pairs, panels, (head_dim + 1) * kernels.PANEL), np.float32)
-    lowest = call.lowest_of_rows(pairs, panels, kernels.PANEL)
+    coded, raw = np.empty((2, num_bh, panels, (head_dim + 1) * kernels.PANEL), np.float32)
+    first_visible = call.first_visible_of_rows(num_bh, panels, kernels.PANEL)
     kernels.lay_out_panels(call.queries, np.float32(call.scale), call.frame, call.block, coded, raw)
     # Two parts for each range of quads: those with coded values and those with raw ones.
-    shape = (pairs, blocks, 2 * call.splits(pairs * blocks, _ITEMS // 4, 4 * _QUADS_PER_ITEM), rows)
+    shape = (num_bh, blocks, 2 * call.splits(num_bh * blocks, _ITEMS // 4, 4 * _QUADS_PER_ITEM), rows)
     parts, (row_max, row_sum) = np.zeros((2, *shape, head_dim), np.float32), np.empty((2, *shape), np.float32)
     run_parallel(
-        kernels.attend_rows, np.zeros(1, np.int64), (coded, raw, lowest), call.places_table, places,
-        call.softcap, call.kept, call.kept_from, (parts, row_max, row_sum), alone=call.alone,
+        kernels.attend_rows, np.zeros(1, np.int64), (coded, raw, first_visible), call.page_table, layouts,
+        call.softcap, call.saved, call.first_saved, (parts, row_max, row_sum), alone=call.alone,
     )  # fmt: skip
     return parts, row_max, row_sum
 
@@ -261,14 +268,14 @@ def mass(scores: ArrayT, lse: Array, pages: Pages, group: int) -> ArrayT:
     """Launcher of backend "cpu" for `kvlab.ops.packed.mass_from_scores`."""
     from kvlab.numba_kernels.cpu.packed_merge import sum_mass
 
-    kept, total = to_numpy_view(scores, "scores"), to_numpy_view(lse, "lse")
-    batch, kv_heads, quads, rows, slots = kept.shape
-    pairs = batch * kv_heads
+    saved, total = to_numpy_view(scores, "scores"), to_numpy_view(lse, "lse")
+    batch, kv_heads, quads, rows, slots = saved.shape
+    num_bh = batch * kv_heads
     last = np.ascontiguousarray(total[..., total.shape[2] - rows // group :])
-    mass = np.empty((pairs, quads, slots), np.float32)
-    count = np.ascontiguousarray(pages.count).reshape(pairs, quads, QUAD)
-    num_pages = np.ascontiguousarray(pages.num_pages).reshape(pairs)
-    flat = np.ascontiguousarray(kept).reshape(pairs, quads, rows, slots)
+    mass = np.empty((num_bh, quads, slots), np.float32)
+    count = np.ascontiguousarray(pages.count).reshape(num_bh, quads, QUAD)
+    num_pages = np.ascontiguousarray(pages.num_pages).reshape(num_bh)
+    flat = np.ascontiguousarray(saved).reshape(num_bh, quads, rows, slots)
     alone = flat.size < _WORTH_SHARING // 16
     run_parallel(sum_mass, np.zeros(1, np.int64), flat, last, count, num_pages, group, mass, alone=alone)
     return like_first(mass.reshape(batch, kv_heads, QUAD * quads, TOKENS_PER_PAGE), scores)
