@@ -18,7 +18,8 @@ import math
 import os
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from kvlab.arguments import number, whole_number
 from kvlab.arrays import Array, ArrayT
 from kvlab.cache import persistence
 from kvlab.cache.importance import make_policy
-from kvlab.cache.ladder import Layer, LayerFormat, parse_bits
+from kvlab.cache.ladder import Ladder, Layer, LayerFormat, parse_bits
 from kvlab.cache.options import MOST, CacheOptions, Limit, check_device, row_numbers
 from kvlab.cache.runner import Runner, smallest_of
 from kvlab.errors import FormatError
@@ -120,14 +121,18 @@ class MixedPrecisionCache(CacheOptions):
         super().__post_init__()
         policy = make_policy(self.importance, self.ema_decay)
         ladders = parse_bits(self.bits, self.num_layers)
-        stores = [LayerFormat(ladder, self.num_heads_kv, self.head_dim, self.dtype) for ladder in ladders]
-        frames: list[dict[str, Any] | None] = [None] * len(stores)
+
+        @cache  # layers are often alike, and then they are one
+        def layer_of(ladder: Ladder, window: int) -> Layer:
+            pages = LayerFormat(ladder, self.num_heads_kv, self.head_dim, self.dtype)
+            return Layer(pages, self.residual, policy, window)
+
+        self._layers = [*map(layer_of, ladders, self.windows)]
         if self.frames is not None:
-            frames = [self.frames.of_layer(i, in_blocks=store.in_blocks) for i, store in enumerate(stores)]
-        self._layers = [
-            Layer(store, self.residual, policy, window, frame)
-            for store, window, frame in zip(stores, self.windows, frames, strict=True)
-        ]
+            self._layers = [
+                replace(layer, frame=self.frames.of_layer(i, in_blocks=layer.store.in_blocks))
+                for i, layer in enumerate(self._layers)
+            ]
         limit = Limit(self, smallest_of(self._layers), self._layers[0].store.fixed_nbytes)
         if self.max_seqlen is not None and not limit.fits(self.max_seqlen, self.batch):
             raise limit.refusal(self.max_seqlen, self.batch)

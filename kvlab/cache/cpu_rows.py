@@ -24,6 +24,7 @@ from kvlab.cache.frame import (
 )
 from kvlab.cache.ladder import LayerFormat
 from kvlab.cache.store import (
+    MOVED,
     OPEN_PAGES,
     UNIT,
     WAITING_ENTRIES,
@@ -195,7 +196,7 @@ def _fill(merged: MergedTokens, row: int, new: NewRow, held: list[Any], taken: b
 def take_rows(store: DeviceStore, layer: int, move: RowMove) -> None:
     """Let the rows of a layer become those that a move names."""
     mine = {name: table[layer] for name, table in store.tables.items()}
-    old = {name: move.source.tables[name][layer][move.rows] for name in store.moved}
+    old = {name: move.source.tables[name][layer][move.rows] for name in MOVED}
     entries, slab_units = old["rung"].shape[2], store.slab[layer] // UNIT
     records = np.array([layout.nbytes // UNIT for layout in store.layouts(layer)], np.int64)
     live, named = np.arange(entries) < old["num_pages"][..., None], named_pages(old)

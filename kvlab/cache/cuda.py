@@ -24,7 +24,7 @@ from kvlab.arrays import (
 )
 from kvlab.cache.ladder import Rung
 from kvlab.cache.plan import choose_optimum
-from kvlab.cache.store import STATE, DevicePages, DeviceStore, PagesOfRows, RowMove
+from kvlab.cache.store import STATE, DevicePages, DeviceStore, RowMove
 from kvlab.ops.cuda import packed, plan, scores
 from kvlab.ops.cuda import pages as kernels
 from kvlab.ops.device_arrays import contiguous, copied
@@ -100,12 +100,10 @@ class GpuKernels:
         lists = np.concatenate([move.rows, move.origins, move.kept])
         numbers = to_device(lists, like)
         memory = empty((layers * (20 * pages + 4),), "uint8", like)
-        source = move.source
-        states = source.states if isinstance(source, DeviceStore) else self._states_of(source)
         rows, copies = pointer_of(numbers), pointer_of(memory)
         begins = np.cumsum([0, len(move.rows), len(move.origins)]) * 4 + rows
         places = copies + 16 * pages * layers
-        there, here = pointer_of(states), store.states_pointer
+        there, here = move.source.states_pointer, store.states_pointer
         addresses = [
             there, here, here if move.in_place else there, *begins.tolist(),
             places, copies, places + 4 * pages * layers,
@@ -114,15 +112,6 @@ class GpuKernels:
             *self._of_store, addresses, pages, layers, stream,
             in_place=move.in_place, in_blocks=any(one.in_blocks for one in store.stores),
         )  # fmt: skip
-
-    def _states_of(self, source: PagesOfRows) -> Any:
-        """LayerState structs of what the store held."""
-        states, layers = self.store.host_states.copy(), np.arange(len(self.store.stores), dtype=np.uint64)
-        for name, table in source.tables.items():
-            step = int(table.nbytes) // len(layers)
-            states[name] = pointer_of(table) + layers * np.uint64(step)
-        states["waiting"] = [0 if x is None else pointer_of(x) for x in source.waiting]
-        return to_device(states.view(np.uint8), self.store.like)
 
     # ---- steps ---------------------------------------------------------------------------------------------
 

@@ -274,12 +274,12 @@ class LayerFormat:
                 f"got {self.head_dim}; name rungs of one width instead, such as 'k4v3'"
             )
 
-    @property
+    @cached_property
     def in_blocks(self) -> bool:
         """Whether keys are kept in blocks of channels."""
         return any(isinstance(rung.bits_k, tuple) for rung in self.ladder)
 
-    @property
+    @cached_property
     def evicts(self) -> bool:
         """Whether tokens may be dropped."""
         return self.whole_ladder[0].total == 0
@@ -311,13 +311,13 @@ class LayerFormat:
         """Bytes that a page of a rung counts: its record and its entry in the page table."""
         return self.layouts[rung].nbytes + PAGE_TABLE_BYTES
 
-    @property
+    @cached_property
     def fixed_nbytes(self) -> int:
         """Bytes that a row takes without any page: number of pages and key frame of each head."""
         frame = 3 * self.head_dim + (self.head_dim + 16 + 2) * self.in_blocks
         return self.num_heads_kv * (4 + frame)
 
-    @property
+    @cached_property
     def waiting_nbytes(self) -> int:
         """Bytes that the tokens of a head take while they wait: their pages and sums of queries."""
         return WAITING_PAGES * (self.exact_layout.nbytes + PAGE_TABLE_BYTES) + 4 * self.head_dim

@@ -388,7 +388,8 @@ class DeviceCache:
         if len(rows) != store.batch or capacity != self.capacity:
             self._move_rows(rows, capacity, row_budgets_of, stream)
         elif not np.array_equal(rows, np.arange(store.batch)):
-            reorder_rows(store, self.kernels, rows, stream)
+            waits = [self.waiting.mode(layer) != "none" for layer in range(len(self.layers))]
+            reorder_rows(store, self.kernels, rows, waits, stream)
             self.waiting.take_rows(self.waiting, rows)
 
     def _move_rows(self, rows: Any, capacity: int, row_budgets_of: RowBudgetsOf, stream: int) -> None:

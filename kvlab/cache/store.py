@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import numpy_dtype, viewed
-from kvlab.cache.frame import FRAME, FRAME_OF_BLOCKS
+from kvlab.cache.frame import FRAME
 from kvlab.cache.ladder import LayerFormat, reach_of
 from kvlab.ops.cuda.pages import OPEN_PAGES, RUNGS, STATE, UNIT, WAITING_ENTRIES, WAITING_PAGES
 from kvlab.ops.packed import Window
@@ -40,7 +40,6 @@ __all__ = [
     "WAITING_PAGES",
     "DevicePages",
     "DeviceStore",
-    "PagesOfRows",
     "RowMove",
     "move_rows",
     "named_pages",
@@ -85,16 +84,7 @@ MOVED = (
     "open",
     "seqlen",
 )
-"""Tables that say what a row holds."""
-
-
-@dataclass(frozen=True)
-class PagesOfRows:
-    """What a store held before its rows became others: attributes as of `DeviceStore`, tables in `MOVED`."""
-
-    tables: dict[str, Any]
-    arenas: list[Any]
-    waiting: list[Any]
+"""Tables that say what a row holds; all of them lie before `used` in the memory of tables."""
 
 
 def named_pages(tables: dict[str, Any]) -> NDArray[np.bool_]:
@@ -253,17 +243,29 @@ class DeviceStore:
             self._places[name] = _Place(begin, nbytes, (len(stores), *shape), dtype)
             begin += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         self._memory_of_tables = executor.empty((begin,), "uint8", like)
+        self._waiting_apart: dict[int, Any] = {}
         self._first_tables, self._relative = self._empty_tables(), self._relative_states()
         self._tell()
         self._clear_tables()
 
     def copy(self) -> DeviceStore:
         """Return a store that holds the same pages at the same places."""
+        return self._with(self.executor.copied_arenas(self), self._memory_of_tables)
+
+    def before_move(self, waits: Sequence[bool]) -> DeviceStore:
+        """Return what rows hold while others take their places: of what does not stay, a copy.
+
+        Those are tables in `MOVED` and, in layers of which `waits` says that rows may wait, tokens that do.
+        """
+        pages = {layer: self.executor.copied(self.waiting[layer]) for layer, may in enumerate(waits) if may}
+        return self._with(self.memory_of_arenas, self._memory_of_tables[: self._places["used"].begin], pages)
+
+    def _with(self, arenas: Any, tables: Any, waiting: dict[int, Any] | None = None) -> DeviceStore:
         other = copy(self)
         for name in ("tables", "arenas", "waiting"):
             vars(other).pop(name, None)
-        other.memory_of_arenas = self.executor.copied_arenas(self)
-        other._memory_of_tables = self.executor.copied(self._memory_of_tables)
+        other.memory_of_arenas, other._memory_of_tables = arenas, self.executor.copied(tables)
+        other._waiting_apart = waiting or {}
         other._tell()
         return other
 
@@ -295,6 +297,8 @@ class DeviceStore:
         base = np.uint64(pointer(self.memory_of_arenas))
         states["arena"] += base
         states["waiting"] += base * np.array(self.holds_waiting, np.uint64)
+        for layer, pages in self._waiting_apart.items():
+            states["waiting"][layer] = pointer(pages)
         self.host_states = states
         self.states = self.executor.to_device(states.view(np.uint8), self.like)
         self.states_pointer = int(pointer(self.states))
@@ -402,12 +406,8 @@ class DeviceStore:
         """By layer, pages of tokens that wait, `WAITING_PAGES` a (row, KV head); None: no row can wait."""
         begins = [slab * n for slab, n in zip(self.slab, self.num_slabs, strict=True)]
         arenas = zip(self.arenas, begins, self.holds_waiting, strict=True)
-        return [arena[begin:] if holds else None for arena, begin, holds in arenas]
-
-    @property
-    def moved(self) -> list[str]:
-        """Those of `MOVED` that the store has: without profiles neither exponents, orders nor gains."""
-        return [name for name in MOVED if name not in FRAME_OF_BLOCKS or self.tables["k_gain"].shape[-1]]
+        found = [arena[begin:] if holds else None for arena, begin, holds in arenas]
+        return [self._waiting_apart.get(layer, pages) for layer, pages in enumerate(found)]
 
     @property
     def reserved_nbytes(self) -> int:
@@ -492,7 +492,8 @@ class RowMove:
 
     Attributes
     ----------
-    source : DeviceStore, or in place PagesOfRows
+    source : DeviceStore
+        In place, what `before_move` gave.
     rows : int32 array (batch,)
         Rows of the source.
     origins : int32 array (batch,)
@@ -502,7 +503,7 @@ class RowMove:
     in_place : bool
     """
 
-    source: DeviceStore | PagesOfRows
+    source: DeviceStore
     rows: NDArray[np.int32]
     origins: NDArray[np.int32]
     kept: NDArray[np.int32]
@@ -516,16 +517,12 @@ def move_rows(source: DeviceStore, kernels: Any, rows: Any, stream: int) -> None
     kernels.take_rows(RowMove(source, rows, rows, kept, in_place=False), stream)
 
 
-def reorder_rows(store: DeviceStore, kernels: Any, rows: Any, stream: int) -> None:
-    """Let the rows of a store become others of it; as many as it has."""
+def reorder_rows(store: DeviceStore, kernels: Any, rows: Any, waits: Sequence[bool], stream: int) -> None:
+    """Let the rows of a store become others of it, as many as it has; `waits` as for `before_move`."""
     rows = np.asarray(rows, np.int32)
     wanted, first = np.unique(rows, return_index=True)
     kept, keeper = np.zeros((2, store.batch), np.int32)
     kept[wanted], keeper[wanted] = 1, first
     origins = keeper[rows]
     origins[first] = -1
-    copied = store.executor.copied
-    tables = {name: copied(store.tables[name]) for name in store.moved}
-    waiting = [None if x is None else copied(x) for x in store.waiting]
-    source = PagesOfRows(tables, store.arenas, waiting)
-    kernels.take_rows(RowMove(source, rows, origins, kept, in_place=True), stream)
+    kernels.take_rows(RowMove(store.before_move(waits), rows, origins, kept, in_place=True), stream)

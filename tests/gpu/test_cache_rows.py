@@ -35,9 +35,11 @@ def on_host(store: DeviceStore) -> DeviceStore:
     """A copy of a store in host memory."""
     copy, to_host = object.__new__(DeviceStore), store.executor.to_host
     vars(copy).update(vars(store))
+    for name in ("tables", "arenas", "waiting"):
+        vars(copy).pop(name, None)
     copy.executor, copy.like = CPU, np.zeros(0, np.uint8)
-    copy.arenas = [np.array(to_host(arena)) for arena in store.arenas]
-    copy.tables = {name: np.array(to_host(table)) for name, table in store.tables.items()}
+    for name in ("memory_of_arenas", "_memory_of_tables"):
+        setattr(copy, name, np.array(to_host(getattr(store, name))))
     return copy
 
 
@@ -77,7 +79,7 @@ def test_reorder(rows: list[int], bits: Any) -> None:
     device, before = cache._runner._device, contents_of(cache)
     device.flush(0)
     host = on_host(device.store)
-    reorder_rows(host, CPU.kernels(host), np.array(rows), 0)
+    reorder_rows(host, CPU.kernels(host), np.array(rows), host.holds_waiting, 0)
     arenas = [arena.data_ptr() for arena in device.store.arenas]
     cache.reorder(np.array(rows))
     assert arenas == [arena.data_ptr() for arena in device.store.arenas]
