@@ -13,7 +13,7 @@ from collections.abc import Collection
 from typing import Any
 
 LONGEST = 2**31 - 1
-"""Largest length and window: kernels count in 32 bits."""
+"""Largest length, window or number of anything: kernels count in 32 bits."""
 
 __all__ = ["choice", "flag", "number", "positive", "refuse_unsupported", "sides_of_window", "whole_number"]
 

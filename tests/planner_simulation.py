@@ -14,8 +14,7 @@ import numpy as np
 from hypothesis import strategies as st
 from kvlab.numba_kernels.cpu.cache_groups import Tables
 
-from kvlab.cache.plan import crop_bounds, decode_bounds, optimum
-from kvlab.ops.cuda.plan import PlanShape
+from kvlab.ops.plan import PlanShape, crop_bounds, decode_bounds, optimum
 from kvlab.reference.cache_layer import (
     NO_PAGE,
     PAGE,

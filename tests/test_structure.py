@@ -8,6 +8,7 @@ other, and no production module imports them. Kernels import nothing of kvlab bu
 from __future__ import annotations
 
 import ast
+import copy
 import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -128,6 +129,44 @@ def test_modules_do_not_need_each_other_in_a_circle() -> None:
     assert list(TopologicalSorter(graph).static_order())
 
 
+def without_types(tree: ast.AST) -> ast.AST:
+    """A copy of a tree without what type checkers alone import."""
+
+    class Without(ast.NodeTransformer):
+        def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
+            return node.orelse if "TYPE_CHECKING" in ast.unparse(node.test) else self.generic_visit(node)
+
+    return Without().visit(copy.deepcopy(tree))
+
+
+def longest_chain(graph: dict[str, set[str]]) -> list[str]:
+    """Return the longest list of modules each of which imports the next one."""
+    chains: dict[str, list[str]] = {}
+    for name in TopologicalSorter(graph).static_order():
+        chains[name] = [name, *max((chains[x] for x in graph[name]), key=len, default=[])]
+    return max(chains.values(), key=len)
+
+
+def test_the_cache_is_no_tower() -> None:
+    """Who reads one file of the cache meets no more than four others below it."""
+    trees = {name: tree for name, tree in source_modules().items() if name.startswith("kvlab.cache.")}
+    graph = {
+        name: {x.rpartition(".")[0] for x in imports_of(without_types(tree), name)}
+        | imports_of(without_types(tree), name)
+        for name, tree in trees.items()
+    }
+    graph = {name: imported & set(trees) - {name} for name, imported in graph.items()}
+    assert len(longest_chain(graph)) <= 6, longest_chain(graph)
+
+
+def test_chains_are_found() -> None:
+    graph = {"a": {"b", "d"}, "b": {"c"}, "c": {"d"}, "d": set(), "e": {"a"}}
+    assert longest_chain(graph) == list("eabcd")
+    tree = ast.parse("if TYPE_CHECKING:\n    from x import a\nelse:\n    import b\ndef f():\n    import c")
+    assert imports_of(without_types(tree)) == {"b", "c"}
+    assert imports_of(tree) == {"x.a", "b", "c"}
+
+
 @pytest.mark.parametrize(
     ("module", "name"),
     [
@@ -142,7 +181,7 @@ def test_modules_do_not_need_each_other_in_a_circle() -> None:
         ("kvlab.reference.attention", "scipy.special"),
         ("kvlab.ops.cpu.codec", "kvlab.reference.codec"),
         ("kvlab.pages", "kvlab.reference.pages.bit_address"),
-        ("kvlab.cache.plan", "kvlab.reference.cache_plan"),
+        ("kvlab.ops.plan", "kvlab.reference.cache_plan"),
         ("kvlab.arrays", "kvlab.numba_kernels.cpu.bits"),
         ("kernels.numba.cpu.bits", "kvlab.arrays"),
         ("kernels.numba.cpu.bits", "kernels.cuda.flash"),

@@ -31,7 +31,6 @@ import torch
 from kvlab.arrays import cuda_view
 from kvlab.cache.cuda import GPU, GpuKernels
 from kvlab.cache.ladder import BITS, ERRORS, Bits, LayerFormat, parse_bits
-from kvlab.cache.plan import crop_bounds, spare_nbytes
 from kvlab.cache.score import Collector
 from kvlab.cache.store import STATE, DeviceStore
 from kvlab.lab.results import provenance
@@ -40,6 +39,7 @@ from kvlab.ops.cuda import packed as packed_cuda
 from kvlab.ops.cuda import pages as kernels
 from kvlab.ops.cuda import plan
 from kvlab.ops.cuda.packed import kept_quad_bytes
+from kvlab.ops.plan import Ladder, PlanShape, crop_bounds, spare_nbytes
 from kvlab.pages import QUAD, TOKENS_PER_PAGE
 
 SHAPES = {  # layers, batch, tokens, KV heads, group, sliding window or 0
@@ -89,7 +89,7 @@ class Model:
         stores = [LayerFormat(ladder, heads, HEAD_DIM, "bfloat16") for _ in range(layers)]
         self.host = stores[0]
         costs = tuple(self.host.page_bytes(r) for r in range(len(ladder)))
-        self.ladder = plan.Ladder(costs, tuple(ERRORS[r.bits_k] + ERRORS[r.bits_v] for r in ladder))
+        self.ladder = Ladder(costs, tuple(ERRORS[r.bits_k] + ERRORS[r.bits_v] for r in ladder))
         self.share = int(fraction * 4 * heads * HEAD_DIM * (self.window or tokens))
         like = torch.empty(1, device="cuda")
         spare = lambda _, slab: spare_nbytes(batch, heads, self.ladder, slab)  # noqa: E731
@@ -103,10 +103,10 @@ class Model:
         self.mass = torch.from_numpy(rng.lognormal(-np.log(tokens), 1.5, batch * heads * tokens)).cuda()
         self.options = {"sink": 4, "recent": 8, "lookahead": STEPS, "fixed_nbytes": self.host.fixed_nbytes}
 
-    def shape(self, new_tokens: int) -> plan.PlanShape:
+    def shape(self, new_tokens: int) -> PlanShape:
         segments = ((self.tokens + 1024 + STEPS) >> 16) + 1
         rungs = len(self.host.ladder)
-        return plan.PlanShape(self.batch, self.heads, self.store.entries, rungs, False, segments, new_tokens)
+        return PlanShape(self.batch, self.heads, self.store.entries, rungs, False, segments, new_tokens)
 
     def plan(
         self, first: int, n: int, workspace: Any, mark: Callable[[str], None], fresh: Any = None

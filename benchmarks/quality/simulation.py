@@ -537,7 +537,7 @@ class Bench:
         if frames:
             root = Path(__file__).parents[2]
             words = subject.encode((root / "README.md").read_text())
-            words += subject.encode((root / "kvlab/cache/plan.py").read_text())
+            words += subject.encode((root / "kvlab/ops/plan.py").read_text())
             half = len(words) // 2
             text = torch.tensor([words[:PROMPT], words[half : half + PROMPT]], device=device)
             noise = torch.randint(100, 49000, (2, PROMPT), generator=torch.Generator().manual_seed(0)).to(

@@ -7,8 +7,8 @@ the highest rung; when a page is needed that does not fit, the least important t
 What lies where: options.py (options, and bytes a row may take), ladder.py (widths, and what
 is fixed of a layer), importance.py and score.py (scores), frame.py (the mean taken off keys; waiting.py:
 tokens that wait for it), runner.py (checks and memory), step.py and prefill.py (steps of few and of many
-tokens), launches.py (a step's launches), store.py (pages and tables, beams, copies), reallocation.py and
-plan.py (plans, moves, their bytes; `kvlab.ops.allocator`: the optimum), contents.py and persistence.py
+tokens), launches.py (a step's launches), store.py (pages and tables, beams, copies), reallocation.py
+(plans, moves; `kvlab.ops.plan`: their bytes, the optimum), contents.py and persistence.py
 (files). An executor: cpu.py with cpu_rows.py, or cuda.py, whose launchers are in `kvlab.ops.cuda`.
 """
 
@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arguments import number, whole_number
+from kvlab.arguments import LONGEST, number, whole_number
 from kvlab.arrays import Array, ArrayT
 from kvlab.cache import persistence
-from kvlab.cache.importance import make_policy
+from kvlab.cache.importance import observed_by
 from kvlab.cache.ladder import Ladder, Layer, LayerFormat, parse_bits
-from kvlab.cache.options import MOST, CacheOptions, Limit, check_device, row_numbers
+from kvlab.cache.options import CacheOptions, Limit, check_device, row_numbers
 from kvlab.cache.runner import Runner, smallest_of
 from kvlab.errors import FormatError
 from kvlab.pages import LayerPages
@@ -119,13 +119,12 @@ class MixedPrecisionCache(CacheOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        policy = make_policy(self.importance, self.ema_decay)
-        ladders = parse_bits(self.bits, self.num_layers)
+        ladders, observed = parse_bits(self.bits, self.num_layers), observed_by(self.importance)
 
         @cache  # layers are often alike, and then they are one
         def layer_of(ladder: Ladder, window: int) -> Layer:
             pages = LayerFormat(ladder, self.num_heads_kv, self.head_dim, self.dtype)
-            return Layer(pages, self.residual, policy, window)
+            return Layer(pages, self.residual, observed, window)
 
         self._layers = [*map(layer_of, ladders, self.windows)]
         if self.frames is not None:
@@ -213,7 +212,7 @@ class MixedPrecisionCache(CacheOptions):
         >>> cache.smallest_nbytes(1024) / (2 * 2 * 2 * 64 * 1024) < 0.16
         True
         """
-        seqlen = whole_number(seqlen, "seqlen", 0, MOST)
+        seqlen = whole_number(seqlen, "seqlen", 0, LONGEST)
         return self._limit.smallest_nbytes(seqlen) * self.batch
 
     def allocation(self) -> dict[str, NDArray[np.int64]]:
@@ -399,7 +398,7 @@ class MixedPrecisionCache(CacheOptions):
                 graphs[key].replay()
                 cache.replayed()
         """
-        steps = whole_number(steps, "steps", 1, MOST)
+        steps = whole_number(steps, "steps", 1, LONGEST)
         return self._runner.prepare(steps)
 
     def recording(self) -> AbstractContextManager[None]:
@@ -459,7 +458,7 @@ class MixedPrecisionCache(CacheOptions):
         >>> cache.seqlen
         92
         """
-        n = whole_number(n, "n", 0, MOST)
+        n = whole_number(n, "n", 0, LONGEST)
         if n > self.rewind:
             self._runner.allow_rewind(n)
             self.rewind = n
@@ -478,7 +477,7 @@ class MixedPrecisionCache(CacheOptions):
 
     def repeat(self, n: int) -> None:
         """Repeat each row `n` times, copies side by side."""
-        n = whole_number(n, "n", 1, MOST // max(self.batch, 1))
+        n = whole_number(n, "n", 1, LONGEST // max(self.batch, 1))
         self._take_rows(np.repeat(np.arange(self.batch), n))
 
     # ---- files ---------------------------------------------------------------------------------------------

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arguments import whole_number
+from kvlab.arguments import LONGEST, whole_number
 from kvlab.arrays import dtype_name, numpy_dtype
 from kvlab.cache.frame import FRAME, awaiting, check_frames
-from kvlab.cache.options import MOST
 from kvlab.cache.store import OPEN_PAGES, UNIT, WAITING_ENTRIES, WAITING_PAGES, DeviceStore, named_pages
 from kvlab.errors import FormatError
 from kvlab.pages import NO_PAGE, QUAD, TOKENS_PER_PAGE, PageLayout
@@ -74,7 +73,7 @@ def fill(cache: DeviceCache, states: list[dict[str, Any]], arrays: Arrays) -> No
         mine = {
             name.removeprefix(prefix): arrays.pop(name) for name in list(arrays) if name.startswith(prefix)
         }
-        counters = (whole_number(state[name], f"{prefix}{name}", 0, MOST) for name in _COUNTERS)
+        counters = (whole_number(state[name], f"{prefix}{name}", 0, LONGEST) for name in _COUNTERS)
         length, since, lookahead, dropped = counters
         if dropped > length:
             raise FormatError(f"{prefix}dropped is {dropped} of {length} tokens")

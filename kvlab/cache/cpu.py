@@ -25,12 +25,11 @@ from kvlab.arrays import CudaView, dtype_name, like_first, meant_strides, numpy_
 from kvlab.cache.cpu_rows import MergedTokens, NewRow, copy_pages, freeze_row, take_rows
 from kvlab.cache.frame import ASKING, FRAME, FRAME_OF_BLOCKS, LAST, add_queries
 from kvlab.cache.ladder import Rung, first_seen
-from kvlab.cache.plan import choose_optimum
 from kvlab.cache.store import UNIT, WAITING_PAGES, DevicePages, DeviceStore, RowMove
 from kvlab.ops.cpu.exact import attend_exact, exact_mass
 from kvlab.ops.cpu.packed import attend_into, mass
-from kvlab.ops.cuda.plan import Ladder, PlanShape, hulls_of
 from kvlab.ops.packed import Window
+from kvlab.ops.plan import Ladder, PlanShape, choose_optimum, hulls_of
 from kvlab.pages import (
     QUAD,
     TOKENS_PER_PAGE,

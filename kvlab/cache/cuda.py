@@ -23,11 +23,11 @@ from kvlab.arrays import (
     to_host,
 )
 from kvlab.cache.ladder import Rung
-from kvlab.cache.plan import choose_optimum
 from kvlab.cache.store import STATE, DevicePages, DeviceStore, RowMove
 from kvlab.ops.cuda import packed, plan, scores
 from kvlab.ops.cuda import pages as kernels
 from kvlab.ops.device_arrays import contiguous, copied
+from kvlab.ops.plan import Ladder, PlanShape
 from kvlab.pages import profile_names
 
 __all__ = ["GPU", "GpuExecutor", "GpuKernels"]
@@ -52,18 +52,17 @@ class GpuKernels:
     # ---- plans ---------------------------------------------------------------------------------------------
 
     def make_workspace(
-        self, shape: plan.PlanShape, layers: int, most_new_pages: int, most_dropped: int
+        self, shape: PlanShape, layers: int, most_new_pages: int, most_dropped: int
     ) -> plan.Workspace:
         """Memory for plans; see `kvlab.ops.cuda.plan.make_workspace`."""
         return plan.make_workspace(self.store.like, shape, layers, most_new_pages, most_dropped)
 
     def launch_plan(
-        self, first: int, layers: int, workspace: plan.Workspace, ladder: plan.Ladder, stream: int,
+        self, first: int, layers: int, workspace: plan.Workspace, ladder: Ladder, stream: int,
         **rules: Any,
     ) -> None:  # fmt: skip
         """Plan layers of one ladder; rules as for `kvlab.ops.cuda.plan.launch_plan`."""
         states = self.store.states_pointer
-        rules["choose"] = choose_optimum if rules["allocator"] == "dp" else None
         plan.launch_plan(states, first, layers, workspace, ladder, STATE.itemsize, stream, **rules)
 
     def write_tokens(self, first: int, layers: int, lists: int, groups: int, new: Any, stream: int) -> None:

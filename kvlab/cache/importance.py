@@ -1,8 +1,9 @@
 """How important a token is: one non-negative score per token, updated when attention mass is collected.
 
-A policy says what it observes (the attention mass of a token, the norm of its key, or nothing) and how a new
-observation changes the score. Scores live in the pages, one byte each on a logarithmic scale (pages.py); the
-allocator spends bytes where score times predicted error is largest.
+A policy observes the attention mass of a token, the norm of its key, or nothing, and says how an observation
+changes the score. Scores live in the pages, one byte each on a logarithmic scale (pages.py); the allocator
+spends bytes where score times predicted error is largest. Kernels know policies by name
+(`kvlab.reference.importance` says what they do); a user's function observes attention mass on the host.
 
 Sources: attention mass as in H2O (Zhang et al. 2023, arXiv 2306.14048), here with exponential forgetting; key
 norms as in Devoto et al. 2024 (arXiv 2406.11430): keys of small norm collect attention.
@@ -12,50 +13,35 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arguments import choice, number
+from kvlab.arguments import choice
 
-__all__ = ["POLICIES", "Importance", "Policy", "UpdateFunction", "make_policy", "weight_of_collection"]
+__all__ = ["POLICIES", "Importance", "UpdateFunction", "ask", "observed_by", "weight_of_collection"]
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 UpdateFunction = Callable[[Floats | None, Floats, Ints, int], NDArray[np.floating]]
-PolicyFunction = Callable[[Floats | None, Floats, Ints, int, int], Floats]
+"""`update(previous, observed, positions, seqlen) -> scores`, arrays of one shape.
+
+`observed` is the probability that a token received, mean over query rows and the heads of its group. Of
+tokens seen for the first time `previous` is None.
+"""
 Importance = str | UpdateFunction
 MOST_TOKENS = 64
 """Tokens that one collection of attention mass stands for at most: the query rows of which it is the mean."""
 SPAN = 2 * MOST_TOKENS
 """Age in tokens up to which only the newest of such collections counts."""
-POLICIES = ("attention", "forecast", "key_norm", "recency", "uniform")
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """What a score is made from.
-
-    Attributes
-    ----------
-    observes : {"mass", "key_norm", "nothing"}
-        "mass": probability that the token received, mean over query rows and the heads of its group.
-        "key_norm": the norm of its key, once. "nothing": the observation is 1.
-    update : callable
-        `update(previous, observed, positions, seqlen, tokens) -> scores`, arrays of one shape; `previous` is
-        None for tokens seen for the first time, `tokens` have come since the last collection.
-    made_from : tuple
-        Arguments of `make_policy`, from which a pickle makes it again: functions inside others have none.
-    """
-
-    observes: Literal["mass", "key_norm", "nothing"]
-    update: PolicyFunction
-    made_from: tuple[Any, ...] = ()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return make_policy, self.made_from
+POLICIES = {
+    "attention": "mass",
+    "forecast": "mass",
+    "key_norm": "key_norm",
+    "recency": "nothing",
+    "uniform": "nothing",
+}
+"""What each policy observes."""
 
 
 def weight_of_collection(decay: float, tokens: int) -> tuple[float, int]:
@@ -88,102 +74,40 @@ def weight_of_collection(decay: float, tokens: int) -> tuple[float, int]:
     return 1 - decay ** (tokens / MOST_TOKENS), SPAN * tokens // MOST_TOKENS
 
 
-def make_policy(importance: Importance, decay: float) -> Policy:
-    """Return the policy that a name or a user's function stands for.
-
-    Parameters
-    ----------
-    importance : str or callable
-        One of `POLICIES`, or a function `update(previous, observed, positions, seqlen)` as in `Policy.update`
-        that observes attention mass.
-    decay : float
-        Weight of the old score after `MOST_TOKENS` tokens, 0 to 1; see `weight_of_collection`.
+def observed_by(importance: Importance) -> str:
+    """What a policy observes; refuses what is none.
 
     Examples
     --------
-    >>> policy = make_policy("attention", 0.75)
-    >>> policy.update(np.float32([1, 1, 1]), np.float32([0, 0, 0]), np.array([0, 800, 990]), 1000, 64)
-    array([0.75, 0.5 , 0.  ], dtype=float32)
+    >>> observed_by("recency"), observed_by(lambda previous, observed, positions, seqlen: observed)
+    ('nothing', 'mass')
     """
-    decay = number(decay, "ema_decay", 0, 1)
-    if callable(importance):
-        return Policy("mass", _checked(importance), made_from=(importance, decay))
-
-    def weights(positions: Ints, seqlen: int, tokens: int) -> tuple[Floats, np.float32]:
-        share, span = weight_of_collection(decay, tokens)
-        least = np.float32(share)
-        collections = (1 + (seqlen - positions) // span).astype(np.float32)
-        return np.maximum(least, np.reciprocal(collections)), least
-
-    def attention(
-        previous: Floats | None, observed: Floats, positions: Ints, seqlen: int, tokens: int
-    ) -> Floats:
-        if previous is None:
-            return observed
-        return previous + weights(positions, seqlen, tokens)[0] * (observed - previous)
-
-    def forecast(
-        previous: Floats | None, observed: Floats, positions: Ints, seqlen: int, tokens: int
-    ) -> Floats:
-        # The level moves as in "attention"; kept is where it will be one collection later.
-        if previous is None:
-            return observed
-        weight, least = weights(positions, seqlen, tokens)
-        return np.maximum(previous + (weight + least) * (observed - previous), np.float32(0))
-
-    def recency(
-        previous: Floats | None, observed: Floats, positions: Ints, seqlen: int, tokens: int
-    ) -> Floats:
-        return (1.0 / np.maximum(seqlen - positions, 1)).astype(np.float32)
-
-    def key_norm(
-        previous: Floats | None, observed: Floats, positions: Ints, seqlen: int, tokens: int
-    ) -> Floats:
-        if previous is not None:
-            return previous
-        inverse: Floats = np.reciprocal(np.maximum(observed, np.float32(1e-6)))
-        return inverse
-
-    def uniform(
-        previous: Floats | None, observed: Floats, positions: Ints, seqlen: int, tokens: int
-    ) -> Floats:
-        return np.ones_like(observed)
-
-    policies = {
-        "attention": Policy("mass", attention),
-        "forecast": Policy("mass", forecast),
-        "key_norm": Policy("key_norm", key_norm),
-        "recency": Policy("nothing", recency),
-        "uniform": Policy("nothing", uniform),
-    }
-    return replace(policies[choice(importance, "importance", POLICIES)], made_from=(importance, decay))
-
-
-def _checked(update: UpdateFunction) -> PolicyFunction:
-    """A user's function that refuses to give anything but a score for every token."""
+    if not callable(importance):
+        return POLICIES[choice(importance, "importance", tuple(POLICIES))]
     try:
-        signature = inspect.signature(update)
+        signature = inspect.signature(importance)
     except ValueError:  # of something built in
-        signature = inspect.Signature.from_callable(lambda previous, observed, positions, seqlen: None)
+        return "mass"
     try:
         signature.bind(None, None, None, None)
     except TypeError:
         raise TypeError(
-            f"importance: the function {update} takes {signature}; it is called with (previous, observed, "
-            "positions, seqlen)"
+            f"importance: the function {importance} takes {signature}; it is called with (previous, "
+            "observed, positions, seqlen)"
         ) from None
+    return "mass"
 
-    def checked(
-        previous: Floats | None, observed: Floats, positions: Ints, seqlen: int, tokens: int
-    ) -> Floats:
-        scores = np.asarray(update(previous, observed, positions, seqlen))
-        if scores.shape != observed.shape or scores.dtype.kind not in "fiu":
-            raise ValueError(
-                f"importance: the function {update} gave {scores.dtype} {scores.shape} for {observed.shape} "
-                f"tokens; it must give one real number for each"
-            )
-        if not (scores >= 0).all():
-            raise ValueError(f"importance: the function {update} gave a score that is negative or NaN")
-        return scores.astype(np.float32)
 
-    return checked
+def ask(
+    update: UpdateFunction, previous: Floats | None, observed: Floats, positions: Ints, seqlen: int
+) -> Floats:
+    """The scores that a user's function gives; refuses anything but a score for every token."""
+    scores = np.asarray(update(previous, observed, positions, seqlen))
+    if scores.shape != observed.shape or scores.dtype.kind not in "fiu":
+        raise ValueError(
+            f"importance: the function {update} gave {scores.dtype} {scores.shape} for {observed.shape} "
+            f"tokens; it must give one real number for each"
+        )
+    if not (scores >= 0).all():
+        raise ValueError(f"importance: the function {update} gave a score that is negative or NaN")
+    return scores.astype(np.float32)

@@ -22,14 +22,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from kvlab.arguments import whole_number
 from kvlab.ops.cuda.pages import WAITING_PAGES
 from kvlab.pages import BLOCK_WIDTHS, PAGE_TABLE_BYTES, PageLayout, Width
-
-if TYPE_CHECKING:
-    from kvlab.cache.importance import Policy
 
 __all__ = [
     "BITS",
@@ -325,15 +322,15 @@ class LayerFormat:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: the pages of its ladder, its residual window, the policy of importance, its sliding window.
+    """One layer: the pages of its ladder, its residual window, what importance observes, its sliding window.
 
-    `sliding_window`: how many tokens a query sees, itself the last one; 0: all. `frame`: that of its heads,
-    if it is given.
+    `observed`: a value of `kvlab.cache.importance.POLICIES`. `sliding_window`: how many tokens a query sees,
+    itself the last one; 0: all. `frame`: that of its heads, if it is given.
     """
 
     store: LayerFormat
     residual: int
-    policy: Policy
+    observed: str
     sliding_window: int = 0
     frame: dict[str, Any] | None = field(default=None, compare=False)
 
@@ -351,7 +348,7 @@ class Layer:
     @property
     def observes(self) -> str:
         """What the policy observes; where there is only one rung no score decides anything."""
-        return self.policy.observes if len(self.store.whole_ladder) > 1 else "nothing"
+        return self.observed if len(self.store.whole_ladder) > 1 else "nothing"
 
     @cached_property
     def takes_mean(self) -> bool:

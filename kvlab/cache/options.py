@@ -24,17 +24,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arguments import choice, number, whole_number
+from kvlab.arguments import LONGEST, choice, number, whole_number
 from kvlab.arrays import Array, dtype_name, to_numpy_view
 from kvlab.cache.frames import KeyFrames
-from kvlab.cache.importance import Importance
+from kvlab.cache.importance import Importance, UpdateFunction, observed_by
 from kvlab.cache.ladder import BITS, Bits, reach_of
 from kvlab.errors import BudgetError
 from kvlab.ops.allocator import METHODS, Method
 from kvlab.sizes import parse_size
 
 __all__ = [
-    "MOST",
     "Budget",
     "CacheOptions",
     "Limit",
@@ -73,8 +72,6 @@ _ELSEWHERE = {
 }
 """Options of other libraries and what they are called here."""
 _NOT_HERE = {"q_group_size": "there are no groups: every key and value of a token has a step size of its own"}
-MOST = (1 << 31) - 1
-"""Largest whole number that an option may be."""
 
 
 def check_device(device: object) -> None:
@@ -139,8 +136,8 @@ def _refuses_by_name(kind: type[CacheOptions]) -> type[CacheOptions]:
 class Settings:
     """Options that plans and steps of a cache need; names as for `MixedPrecisionCache`.
 
-    `by_function`: importance is a function of attention mass, called on the host, and `importance` that of
-    kernels which give the mass.
+    `function`: importance is one of attention mass, called on the host, and `importance` that of kernels
+    which give the mass.
     """
 
     num_heads_q: int
@@ -153,7 +150,7 @@ class Settings:
     floor: float
     rewind: int
     importance: str
-    by_function: bool
+    function: UpdateFunction | None
 
 
 @_refuses_by_name
@@ -187,7 +184,7 @@ class CacheOptions:
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
-            setattr(self, name, whole_number(getattr(self, name), name, least, MOST))
+            setattr(self, name, whole_number(getattr(self, name), name, least, LONGEST))
         if self.num_heads_q % self.num_heads_kv:
             raise ValueError(
                 f"num_heads_q={self.num_heads_q} must be a multiple of num_heads_kv={self.num_heads_kv}"
@@ -195,7 +192,7 @@ class CacheOptions:
         if self.head_dim % 16 or self.head_dim > 256:
             raise ValueError(f"head_dim={self.head_dim} is not supported; a multiple of 16 from 16 to 256 is")
         if self.max_seqlen is not None:
-            self.max_seqlen = whole_number(self.max_seqlen, "max_seqlen", 0, MOST)
+            self.max_seqlen = whole_number(self.max_seqlen, "max_seqlen", 0, LONGEST)
         if isinstance(self.bits, Iterable) and not isinstance(self.bits, str):
             self.bits = tuple(self.bits)
         if self.frames is not None:
@@ -209,6 +206,7 @@ class CacheOptions:
                 )
         self.sliding_window = _windows(self.sliding_window, self.num_layers)
         self.ema_decay = number(self.ema_decay, "ema_decay", 0, 1)
+        observed_by(self.importance)
         self.floor = number(self.floor, "floor", 0, 1 << 20)
         choice(self.allocator, "allocator", METHODS)
         self.dtype = _name_of_dtype(self.dtype)
@@ -243,9 +241,9 @@ class CacheOptions:
     def settings(self, rewind: int) -> Settings:
         """The options that plans and steps need, with another `rewind`."""
         found: dict[str, Any] = {x.name: getattr(self, x.name, None) for x in fields(Settings)}
-        called = callable(self.importance)
-        found |= {"rewind": rewind, "by_function": called}
-        return Settings(**found | ({"importance": "attention"} if called else {}))
+        if callable(self.importance):
+            found |= {"function": self.importance, "importance": "attention"}
+        return Settings(**found | {"rewind": rewind})
 
     def saved(self) -> dict[str, Any]:
         """All options that go with the cache to another machine, as JSON has them."""
@@ -258,13 +256,13 @@ class CacheOptions:
 def _windows(window: Any, num_layers: int) -> int | tuple[int | None, ...] | None:
     """Check the sliding window of all layers, or those of each."""
     if not isinstance(window, list | tuple):
-        return None if window is None else whole_number(window, "sliding_window", 1, MOST)
+        return None if window is None else whole_number(window, "sliding_window", 1, LONGEST)
     if len(window) != num_layers:
         raise ValueError(
             f"sliding_window names {len(window)} layers of {num_layers}: give each its window, or None for "
             "full attention"
         )
-    return tuple(None if x is None else whole_number(x, "sliding_window", 1, MOST) for x in window)
+    return tuple(None if x is None else whole_number(x, "sliding_window", 1, LONGEST) for x in window)
 
 
 def row_numbers(rows: Array, batch: int, keep_size: bool = False) -> NDArray[np.int64]:

@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import CudaView, dtype_name
-from kvlab.cache.importance import MOST_TOKENS
-from kvlab.cache.options import RowBudgets
+from kvlab.cache.importance import MOST_TOKENS, UpdateFunction, ask
 from kvlab.cache.reallocation import PendingWrite
 from kvlab.cache.store import named_pages
 from kvlab.cache.waiting import Merged, merged_tokens, put_new
@@ -31,6 +30,7 @@ from kvlab.ops.cuda.plan import Workspace
 from kvlab.pages import decode_importance, encode_importance
 
 if TYPE_CHECKING:
+    from kvlab.cache.options import RowBudgets
     from kvlab.cache.step import DeviceCache
 
 __all__ = ["append", "step"]
@@ -251,16 +251,17 @@ def _attend_stored(
 
 def _score_stored(cache: DeviceCache, layer: int, scores: Any, lse: Any, steps: int, stream: int) -> None:
     """Bring the importance of stored tokens up to date with what they received."""
-    if cache.settings.by_function:
-        _call_on_stored(cache, layer, scores, lse, stream)
-    else:
+    update = cache.settings.function
+    if update is None:
         cache.collector.score(layer, scores, lse, cache.since[layer] + steps, 0, stream)
+    else:
+        _call_on_stored(update, cache, layer, scores, lse, stream)
 
 
 def _ask_function(cache: DeviceCache, layer: int, codes: Any, valid: Any) -> None:
     """Let a user's function, if importance is one, score new tokens."""
-    if cache.settings.by_function:
-        _call_on_new(cache, layer, codes, valid)
+    if cache.settings.function is not None:
+        _call_on_new(cache.settings.function, cache, layer, codes, valid)
 
 
 def _observed_rows(cache: DeviceCache, steps: int) -> tuple[slice, bool]:
@@ -311,7 +312,7 @@ def _enqueue(
 # ---- importance as a user's function -----------------------------------------------------------------------
 
 
-def _call_on_new(cache: DeviceCache, layer: int, codes: Any, valid: Any) -> None:
+def _call_on_new(update: UpdateFunction, cache: DeviceCache, layer: int, codes: Any, valid: Any) -> None:
     """Let the function score the new tokens of a step.
 
     codes uint8 (batch * num_heads_kv, steps): what they received; becomes their importance.
@@ -324,12 +325,14 @@ def _call_on_new(cache: DeviceCache, layer: int, codes: Any, valid: Any) -> None
     for row in range(store.batch):
         observed = decode_importance(host[row][:, use[row]])
         position = np.broadcast_to(length + np.flatnonzero(use[row]), observed.shape)
-        score = cache.layers[layer].policy.update(None, observed, position, length + steps, 0)
+        score = ask(update, None, observed, position, length + steps)
         host[row][:, use[row]] = encode_importance(score)
     cache.executor.overwrite(codes, host.reshape(-1, steps))
 
 
-def _call_on_stored(cache: DeviceCache, layer: int, scores: Any, lse: Any, stream: int) -> None:
+def _call_on_stored(
+    update: UpdateFunction, cache: DeviceCache, layer: int, scores: Any, lse: Any, stream: int
+) -> None:
     """Let the function score the tokens in pages of a layer; `scores` and `lse` as for `Collector.score`.
 
     The kernel writes what tokens received in place of their importance, which is read before and after, and
@@ -340,12 +343,12 @@ def _call_on_stored(cache: DeviceCache, layer: int, scores: Any, lse: Any, strea
     result = before
     try:
         cache.collector.score(layer, scores, lse, 1, 0, stream)
-        result = _scored(cache, layer, before, to_host(arena).copy())
+        result = _scored(update, cache, layer, before, to_host(arena).copy())
     finally:
         cache.executor.overwrite(arena, result)
 
 
-def _scored(cache: DeviceCache, layer: int, before: Bytes, after: Bytes) -> Bytes:
+def _scored(update: UpdateFunction, cache: DeviceCache, layer: int, before: Bytes, after: Bytes) -> Bytes:
     """Put the function's scores into `after`, which has what tokens received; `before` has importance."""
     store, length, to_host = cache.store, cache.lengths[layer], cache.executor.to_host
     names = "rung", "count", "index", "base", "num_pages"
@@ -356,9 +359,7 @@ def _scored(cache: DeviceCache, layer: int, before: Bytes, after: Bytes) -> Byte
             cache, layer, {name: table[row] for name, table in tables.items()}, live[row], after
         )
         previous, observed = decode_importance(before[at]), decode_importance(after[at])
-        after[at] = encode_importance(
-            cache.layers[layer].policy.update(previous, observed, position, length, 1)
-        )
+        after[at] = encode_importance(ask(update, previous, observed, position, length))
     return after
 
 

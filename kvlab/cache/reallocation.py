@@ -12,18 +12,28 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from functools import lru_cache
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from kvlab.cache.ladder import LayerFormat, Rung, loss_of
-from kvlab.cache.options import RowBudgets, Settings
-from kvlab.cache.plan import ample_nbytes, crop_bounds, smallest_nbytes
-from kvlab.cache.store import DeviceStore
 from kvlab.device import translated_out_of_memory
 from kvlab.ops.cuda import pages as kernels
-from kvlab.ops.cuda.plan import OVER_BUDGET, RETRY, Ladder, PlanShape, Workspace, workspace_nbytes
+from kvlab.ops.cuda.plan import Workspace, workspace_nbytes
+from kvlab.ops.plan import (
+    OVER_BUDGET,
+    RETRY,
+    Ladder,
+    PlanShape,
+    ample_nbytes,
+    crop_bounds,
+    smallest_nbytes,
+)
 from kvlab.pages import QUAD, TOKENS_PER_PAGE
+
+if TYPE_CHECKING:
+    from kvlab.cache.options import RowBudgets, Settings
+    from kvlab.cache.store import DeviceStore
 
 __all__ = ["LOOKAHEAD", "Reallocator", "ladder_of"]
 

@@ -7,20 +7,18 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arguments import whole_number
+from kvlab.arguments import LONGEST, whole_number
 from kvlab.arrays import CudaView
 from kvlab.cache.contents import Arrays, contents_of, fill
 from kvlab.cache.cpu import CPU
 from kvlab.cache.cuda import GPU
 from kvlab.cache.ladder import Layer, reach_of
 from kvlab.cache.launches import keep_launches, launch_again
-from kvlab.cache.options import MOST, CacheOptions, Limit, RowBudgets
-from kvlab.cache.plan import smallest_nbytes
 from kvlab.cache.reallocation import ladder_of
 from kvlab.cache.step import DeviceCache
 from kvlab.cache.store import named_pages
@@ -28,8 +26,12 @@ from kvlab.device import translated_out_of_memory
 from kvlab.errors import FormatError
 from kvlab.ops.cuda.pages import MAX_STEPS
 from kvlab.ops.device_arrays import dense_strides
+from kvlab.ops.plan import smallest_nbytes
 from kvlab.pages import LayerPages
 from kvlab.shapes import match_shapes
+
+if TYPE_CHECKING:
+    from kvlab.cache.options import CacheOptions, Limit, RowBudgets
 
 __all__ = ["EXECUTORS", "Runner", "smallest_of"]
 
@@ -336,7 +338,7 @@ class Runner:
         device = self._device
         if not self._met:
             return ()
-        if device.settings.by_function:
+        if device.settings.function is not None:
             raise NotImplementedError(
                 "importance as a function runs on the host at every step, which a graph cannot: name a policy"
             )
@@ -441,7 +443,7 @@ class Runner:
 
     def fill(self, states: list[dict[str, Any]], arrays: Arrays) -> None:
         """Hold contents in an empty cache that has not met its GPU."""
-        length = max(whole_number(state["seqlen"], "seqlen", 0, MOST) for state in states)
+        length = max(whole_number(state["seqlen"], "seqlen", 0, LONGEST) for state in states)
         if length > self._device.capacity:
             self._device = self._make(self._device.executor, self._device.like, length)
         batch = self._options.batch

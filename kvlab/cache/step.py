@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +21,6 @@ from kvlab.arrays import CudaView
 from kvlab.cache.frame import LAST
 from kvlab.cache.ladder import Layer, first_seen, reach_of
 from kvlab.cache.launches import KnownStep, Lse, StepCalls
-from kvlab.cache.options import RowBudgets, Settings
-from kvlab.cache.plan import spare_nbytes
 from kvlab.cache.reallocation import LOOKAHEAD, Reallocator, ladder_of
 from kvlab.cache.score import Collector
 from kvlab.cache.store import DeviceStore, move_rows, reorder_rows
@@ -30,11 +28,15 @@ from kvlab.cache.waiting import Merged, Waiting, merged_tokens, waits_within
 from kvlab.device import translated_out_of_memory
 from kvlab.ops.cuda import pages as kernels
 from kvlab.ops.cuda.plan import Workspace
+from kvlab.ops.plan import spare_nbytes
 from kvlab.pages import TOKENS_PER_PAGE
+
+if TYPE_CHECKING:
+    from kvlab.cache.options import RowBudgets, Settings
 
 __all__ = ["DeviceCache", "RowBudgetsOf"]
 
-RowBudgetsOf = Callable[[int], RowBudgets]
+RowBudgetsOf = Callable[[int], "RowBudgets"]
 NO_TOKENS = CudaView(0, (0, 0, 0, 0), (0, 0, 0, 0), "float16", 0)
 OBSERVED_AS = {"mass": "mass", "key_norm": "norm", "nothing": "one"}
 """What the importance of a new token of a step is, by what the policy observes."""
@@ -114,7 +116,7 @@ class DeviceCache:
         self.store, self.kernels = reallocator.store, reallocator.kernels
         self.generation += 1
         heads = settings.num_heads_q
-        decay = 0.0 if settings.by_function else settings.ema_decay  # only what was received last counts
+        decay = settings.ema_decay if settings.function is None else 0.0  # only what was received last counts
         self.collector = Collector(self.kernels, heads, settings.importance, decay)
         self.calls = StepCalls(self.kernels, heads, self.collector, self.waiting)
         self.repeated: list[KnownStep | None] = [None] * len(self.layers)
@@ -228,7 +230,7 @@ class DeviceCache:
     def is_decode(self, steps: int) -> bool:
         """Whether a step of so many tokens is launched by `step`, not by `prefill.step`."""
         fits = 0 < steps <= self.most_steps and self.group <= self.executor.max_group
-        return fits and not self.settings.by_function
+        return fits and self.settings.function is None
 
     def append(self, layer: int, k: Any, views: list[CudaView], valid: int) -> None:
         """Store few tokens, for which there is room; arguments as in `step`."""

@@ -27,8 +27,9 @@ from numpy.typing import NDArray
 from kvlab.arrays import numpy_dtype, viewed
 from kvlab.cache.frame import FRAME
 from kvlab.cache.ladder import LayerFormat, reach_of
-from kvlab.ops.cuda.pages import OPEN_PAGES, RUNGS, STATE, UNIT, WAITING_ENTRIES, WAITING_PAGES
+from kvlab.ops.cuda.pages import OPEN_PAGES, STATE, UNIT, WAITING_ENTRIES, WAITING_PAGES
 from kvlab.ops.packed import Window
+from kvlab.ops.plan import RUNGS
 from kvlab.pages import NO_PAGE, QUAD, TOKENS_PER_PAGE, LayerPages, PageLayout, new_pool, width_number
 
 __all__ = [

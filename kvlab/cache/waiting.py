@@ -28,7 +28,7 @@ from kvlab.pages import TOKENS_PER_PAGE
 
 if TYPE_CHECKING:
     from kvlab.cache.ladder import Layer
-    from kvlab.ops.cuda.plan import Ladder
+    from kvlab.ops.plan import Ladder
 
 __all__ = ["Merged", "Waiting", "merged_tokens", "put_new", "waits_within"]
 

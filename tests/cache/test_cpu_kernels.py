@@ -12,15 +12,14 @@ from hypothesis import strategies as st
 from kvlab.arrays import numpy_dtype
 from kvlab.cache.cpu import CpuKernels
 from kvlab.cache.frame import FRAME
-from kvlab.cache.importance import make_policy, weight_of_collection
+from kvlab.cache.importance import weight_of_collection
 from kvlab.cache.ladder import LayerFormat, parse_bits
-from kvlab.cache.plan import ample_nbytes, spare_nbytes
 from kvlab.cache.reallocation import ladder_of
 from kvlab.cache.store import UNIT, DeviceStore, named_pages
 from kvlab.ops.attention import attention
 from kvlab.ops.cuda.pages import NEW_TOKENS, OBSERVED, new_tokens
-from kvlab.ops.cuda.plan import PlanShape
 from kvlab.ops.packed import packed_attention
+from kvlab.ops.plan import PlanShape, ample_nbytes, spare_nbytes
 from kvlab.pages import (
     DECODED,
     QUAD,
@@ -32,6 +31,7 @@ from kvlab.pages import (
     write_tokens,
 )
 from kvlab.reference.blocks import KeyFrame, rotate_in_blocks
+from kvlab.reference.importance import followed
 from kvlab.reference.pages import rotate_keys, rotate_values
 from tests.cache.host.noted import Kernels, view
 
@@ -274,7 +274,7 @@ def test_importance_follows_what_tokens_receive(kernels: Kernels, importance: st
     driver.kernels.score_stored(
         0, scores, found.lse[None], importance=importance, take=take, span=span, counted=2, stream=0,
     )  # fmt: skip
-    policy, changed = make_policy(importance, 0.8), 0
+    changed = 0
     total = found.lse.reshape(BATCH, HEADS, GROUP, rows).swapaxes(2, 3).reshape(BATCH, HEADS, -1, 1)
     for at in np.argwhere(named_pages(tables)):
         row, head, entry = map(int, at)
@@ -289,7 +289,7 @@ def test_importance_follows_what_tokens_receive(kernels: Kernels, importance: st
         first = TOKENS_PER_PAGE * (entry % QUAD)
         received = found.scores[row, head, entry // QUAD, :, first : first + count]
         mass = np.exp(received - total[row, head]).mean(0)
-        score = policy.update(previous, mass, np.minimum(position, 397), 398, tokens)
+        score = followed(importance, previous, mass, np.minimum(position, 397), 398, take, span)
         wanted = np.where(position < 398, encode_importance(score), codes[0])
         difference = np.abs(wanted.astype(int) - codes[1])
         assert difference.max(initial=0) <= 1  # mass is summed in another order

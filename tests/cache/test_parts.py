@@ -1,4 +1,4 @@
-"""The small parts of a cache: exact attention, key mean, policies, parsing."""
+"""The small parts of a cache: exact attention, key mean, scores, parsing."""
 
 import math
 
@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlab.cache.frame import FEWEST, FIRST, LAST, key_mean
-from kvlab.cache.importance import POLICIES, make_policy
 from kvlab.cache.ladder import parse_bits
 from kvlab.cache.options import parse_budget
 from kvlab.ops.cpu.exact import attend_exact
 from kvlab.reference.attention import attend_rows, softmax_rows
+from kvlab.reference.importance import followed
 
 
 @given(
@@ -100,19 +100,13 @@ def test_key_mean_of_narrow_ladders_makes_no_channel_of_the_first_key_longer(see
     assert not key_mean(k, narrow=True)[0, :2].any()
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_policies_give_scores_that_are_not_negative(name):
-    policy = make_policy(name, 0.9)
+def test_scores_of_tokens_that_nobody_attends_sink():
     rng = np.random.default_rng(2)
-    observed, positions = rng.random(50, dtype=np.float32), np.arange(50)
-    first = policy.update(None, observed, positions, 50, 0)
-    later = policy.update(np.asarray(first, np.float32), np.zeros(50, np.float32), positions, 60, 16)
-    assert (first >= 0).all()
-    assert (later >= 0).all()
-    if name in ("attention", "forecast"):
-        assert (later <= first).all(), "tokens that nobody attends must sink"
-    if name == "forecast":
-        assert (later <= make_policy("attention", 0.9).update(first, 0 * observed, positions, 60, 16)).all()
+    first, positions = rng.random(50, dtype=np.float32), np.arange(50)
+    later = [followed(name, first, 0 * first, positions, 60, 0.1, 32) for name in ("attention", "forecast")]
+    assert (later[1] >= 0).all()
+    assert (later[1] <= later[0]).all()
+    assert (later[0] <= first).all()
 
 
 def test_parsed_bits_are_ordered_and_complete():

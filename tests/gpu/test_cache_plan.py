@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvlab.cache.plan import choose_optimum, crop_bounds, decode_bounds
 from kvlab.cache.store import STATE
 from kvlab.ops.cuda import plan
+from kvlab.ops.plan import PlanShape, crop_bounds, decode_bounds
 from kvlab.reference.cache_layer import RETRY, Change, Layer, Tokens
 from tests.planner_simulation import LADDERS, PAGE, Simulation, draw_tokens, empty_layer, run_budget
 
@@ -66,7 +66,7 @@ class Device:
             layer.base[live].max(initial=0)
         )  # pages beyond the end of a row that was cropped count, too
         segments = max((layer.seqlen + steps + simulation.lookahead) >> 16, last) + 1
-        shape = plan.PlanShape(
+        shape = PlanShape(
             layer.batch, layer.heads, layer.rung.shape[1], len(layer.rungs), layer.evicts, segments, steps
         )
         workspace = plan.make_workspace(self.states, shape, len(self.layers), *bounds)
@@ -80,7 +80,6 @@ class Device:
                 arguments = {"codes": code.data_ptr(), "valid": valid.data_ptr(), "num_new": steps}
                 arguments["first_position"] = new[number].first
             count = 1 if new else len(self.layers)
-            arguments["choose"] = choose_optimum if options.get("allocator") == "dp" else None
             plan.launch_plan(
                 self.states.data_ptr(), number, count, workspace, ladder, STATE.itemsize,
                 torch.cuda.current_stream().cuda_stream, sink=simulation.sink, recent=simulation.recent,
@@ -190,7 +189,7 @@ def play_run(run: dict[str, Any]) -> int:
         else:
             raise AssertionError("no end")
         replan(most)
-    shape = plan.PlanShape(batch, heads, entries, 1, False, 2, 0)
+    shape = PlanShape(batch, heads, entries, 1, False, 2, 0)
     bounds = decode_bounds(shape, LADDERS[name][0])
     if run["reach"]:  # between two plans so many tokens leave the sliding window
         bounds = crop_bounds(shape, LADDERS[name][0], PAGE, 0)

@@ -17,13 +17,14 @@ from kvlab.numba_kernels.cpu.cache_write import follow_mass
 from kvlab import last_backend
 from kvlab.arrays import cuda_view
 from kvlab.cache.cpu import _scale_of_importance
-from kvlab.cache.importance import MOST_TOKENS, SPAN, make_policy, weight_of_collection
+from kvlab.cache.importance import MOST_TOKENS, SPAN, weight_of_collection
 from kvlab.ops.cuda.packed import kept_quad_bytes
 from kvlab.ops.cuda.scores import score_new, score_norms, score_stored
 from kvlab.ops.packed import mass_from_scores
 from kvlab.pages import decode_importance, encode_importance
 from kvlab.reference import packed as reference
 from kvlab.reference.cache_layer import PAGE, QUAD, UNIT, Layer
+from kvlab.reference.importance import followed
 from tests.gpu.test_cache_plan import Device
 from tests.planner_simulation import Simulation, draw_tokens, empty_layer, tables_of
 
@@ -251,7 +252,7 @@ def test_stored_tokens_follow_what_they_receive(importance: str, own: int) -> No
 
 def check_following(layer: Layer, after: np.ndarray, mass: np.ndarray, importance: str, own: int) -> None:
     """The codes of an arena are those of `layer` after an observation."""
-    update, length, before = make_policy(importance, 0.75).update, layer.seqlen - own, layer.arena
+    length, before = layer.seqlen - own, layer.arena
     seen, young = np.zeros(len(before), bool), 0
     for pair in range(4):
         for e in np.flatnonzero(layer.count[pair, : layer.num_pages[pair]]):
@@ -261,7 +262,9 @@ def check_following(layer: Layer, after: np.ndarray, mass: np.ndarray, importanc
             stored = positions < length
             at = at + 2 * PAGE + np.flatnonzero(stored)
             old, received = decode_importance(before[at]), mass[pair, e, :n][stored]
-            new = update(old, received, positions[stored], length, TOKENS)
+            new = followed(
+                importance, old, received, positions[stored], length, *weight_of_collection(0.75, TOKENS)
+            )
             assert_close(after[at], encode_importance(new))
             seen[at] = True
             young += int((positions[stored] >= length - 3 * SPAN).sum())

@@ -14,8 +14,8 @@ from kvlab.numba_kernels.cpu.cache_plan import choose_levels, count_tokens, fini
 
 from kvlab.cache.cpu import chunks_of, levels_of
 from kvlab.cache.ladder import LayerFormat, parse_bits
-from kvlab.cache.plan import choose_on_host
 from kvlab.cache.reallocation import ladder_of
+from kvlab.ops.plan import choose_optimum
 from kvlab.reference.cache_layer import RETRY, SEGMENT, Change, Ladder, Layer, Tokens
 from kvlab.reference.cache_plan import Choose, by_price, plan, uniform
 from tests.planner_simulation import (
@@ -54,7 +54,7 @@ def compiled_plan(
         chosen = choose_levels(levels, rules, groups, weights, bytes_left, choose is uniform)
     else:
         chunks = chunks_of(groups, weights, layer.batch)
-        groups.chosen[:], chosen = choose_on_host(choose, ladder, layer.evicts, window, *chunks, bytes_left)
+        groups.chosen[:], chosen = choose_optimum(ladder, layer.evicts, window, *chunks, bytes_left)
     moves, closing, copies, new_pages, dropped, found = finish_plan(tables, rules, fresh, groups, chosen)
     layer.num_free = int(tables.num_free[0])
     assert tables.status[0] == found

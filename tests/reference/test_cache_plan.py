@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvlab.cache.plan import ample_nbytes, smallest_nbytes
 from kvlab.ops.allocator import allocate
+from kvlab.ops.plan import ample_nbytes, smallest_nbytes
 from kvlab.pages import decode_importance, encode_importance
 from kvlab.reference import cache_plan
 from kvlab.reference.cache_layer import OVER_BUDGET, PAGE, Ladder, Tokens

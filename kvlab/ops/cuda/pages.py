@@ -1,4 +1,4 @@
-"""Launchers of the kernels that store tokens in a cache on a GPU, and the structs that caches hand to them.
+"""Launchers of the kernels that store tokens in a cache on a GPU.
 
 The kernels are `pages/append.cu`, `pages/write.cu`, `pages/prefill.cu`, `pages/means.cu` and `pages/rows.cu`.
 
@@ -20,69 +20,20 @@ from kvlab.device import compute_capability
 from kvlab.jit.build import arch_of, build
 from kvlab.jit.launch import Kernel, PreparedLaunch, load
 from kvlab.ops.device_arrays import multiprocessors, shared_memory_per_block
+from kvlab.ops.layer_state import NEW_TOKENS, STATE
 from kvlab.pages import TOKENS_PER_PAGE, Width, width_number
 
 __all__ = [
     "MAX_GROUP",
-    "MAX_STEPS",
-    "NEW_TOKENS",
-    "NUMBERS",
-    "OBSERVED",
-    "OPEN_PAGES",
-    "ROWS",
-    "RUNGS",
-    "STATE",
-    "UNIT",
-    "WAITING_ENTRIES",
-    "WAITING_PAGES",
     "AppendCall",
     "copy_pages",
     "crop_rows",
     "freeze_means",
     "merge_rows",
-    "new_tokens",
     "take_rows",
     "write_tokens",
 ]
 
-UNIT = 16
-"""Bytes that the `index` of the page table counts."""
-OPEN_PAGES, WAITING_PAGES, WAITING_ENTRIES = 2, 5, 8
-RUNGS = 16
-
-_RUNG = np.dtype([("record", "u4"), ("per_slab", "u4"), ("bits_k", "u2"), ("bits_v", "u2"), ("tail", "u4")])
-_POINTERS = (
-    "arena", "rung", "count", "index", "base", "num_pages", "k_mean", "k_shift", "exponent", "k_order",
-    "k_gain", "asked", "waits", "open", "seqlen", "used", "slab_count", "slabs", "free_slabs", "num_free",
-    "entry_of", "slab_slot", "budget", "status", "waiting",
-)  # fmt: skip
-NUMBERS = (
-    "batch", "heads", "entries", "num_rungs", "max_slabs", "max_pages", "slab_units", "evicts",
-    "sliding_window",
-)  # fmt: skip
-STATE = np.dtype(
-    [("rungs", _RUNG, RUNGS), *((name, "u8") for name in _POINTERS), *((name, "i4") for name in NUMBERS)],
-    align=True,
-)
-"""`LayerState` of pages/state.cuh."""
-MAX_STEPS, MAX_GROUP = 16, 16
-"""Tokens of a row, and query heads of a KV head, that one append can take."""
-OBSERVED = {"mass": 0, "norm": 1, "one": 2}
-"""What the importance of a new token is: attention mass, 1 / norm of its key, 1."""
-ROWS = {"all": 0, "waiting": 1, "others": 2}
-"""Which rows an append serves."""
-
-_STRIDES = ("k_batch", "k_step", "k_head", "v_batch", "v_step", "v_head")
-NEW_TOKENS = np.dtype(
-    [
-        *((name, "u8") for name in ("k", "v", "valid", "importance")),
-        *((name, "i8") for name in _STRIDES),
-        ("steps", "i4"),
-        ("first", "i4"),
-        ("positions", "u8"),
-    ]
-)
-"""`NewTokens` of pages/state.cuh."""
 _APPEND = np.dtype(
     [
         ("layer", STATE),
@@ -117,21 +68,12 @@ _ROWS = np.dtype(
 _FRESH, _QUERY, _STORED = (_APPEND.fields[name][1] for name in ("fresh", "q", "has_stored"))  # type: ignore[index]
 _WRITE_FRESH, _WRITE_QUERY = struct.Struct("4Q6q").pack_into, struct.Struct("3Q3q").pack_into
 _WRITE_STORED = struct.Struct("i").pack_into
+MAX_GROUP = 16
+"""Query heads of a KV head that one append can take."""
 _THREADS, _WRITE_THREADS, _APPEND_THREADS, _FREEZE_THREADS, _TABLE_THREADS = 256, 128, 512, 512, 1024
 _BLOCKS = 36  # a multiprocessor, of all layers together: whole waves of 2, 3 or 4 at a time
 _FEW_BLOCKS = 8  # where most lists are empty or short
 _MANY_PAGES = 4096  # from which on a warp writes four at a time
-
-
-def new_tokens(
-    k: CudaView, v: CudaView, valid: int, importance: int, steps: int, first: int, positions: int = 0
-) -> Any:
-    """A `NewTokens` struct; without `positions`, an address, they are `first`, `first + 1` and so on."""
-    fresh = np.zeros(1, NEW_TOKENS)
-    numbers = (k.pointer, v.pointer, valid, importance, *k.strides[:3], *v.strides[:3])
-    fresh.view(np.int64)[:10] = numbers
-    fresh["steps"], fresh["first"], fresh["positions"] = steps, first, positions
-    return fresh[0]
 
 
 class AppendCall:

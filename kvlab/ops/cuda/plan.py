@@ -8,40 +8,29 @@ status. The caller has the moves carried out before anything else reads the page
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvlab.arrays import cuda_view, empty, overwrite, to_device, to_host
 from kvlab.device import compute_capability
 from kvlab.jit.build import arch_of, build
 from kvlab.jit.launch import Kernel, PreparedLaunch, load
 from kvlab.ops.device_arrays import shared_memory_per_block
+from kvlab.ops.plan import HULL, RUNGS, Ladder, PlanShape, choose_optimum, hulls_of
 from kvlab.pages import TOKENS_PER_PAGE
 
 __all__ = [
-    "OVER_BUDGET",
-    "RETRY",
-    "Ladder",
-    "PlanShape",
     "Workspace",
-    "hulls_of",
     "launch_plan",
     "make_workspace",
     "workspace_nbytes",
 ]
 
-OVER_BUDGET, RETRY = 1, 8
-"""Bits of a layer's status, as `PlanStatus` of state.cuh: rows are larger than they may be; call again."""
-Choose = Callable[["Ladder", int, int, NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]], Any]
-
-_PAGE, _KEYS, _RUNGS, _RUN = TOKENS_PER_PAGE, 256, 16, 1 << 16
+_PAGE, _KEYS = TOKENS_PER_PAGE, 256
 _STATIC = 8 << 10  # bytes of shared memory that choose_rungs has beside the weights of chunks, or fewer
-_HULL = np.dtype([("rate", "f4", _RUNGS), ("level", "i4", _RUNGS), ("edges", "i4")])
 _FIELDS = (
     "starts", "tokens", "kinds", "weight", "runs", "bytes_left", "chosen", "extra", "new_pages", "first",
     "list", "sequence", "keys", "stay", "after", "role", "role_after", "table", "freed", "holes",
@@ -54,8 +43,8 @@ _NUMBERS = (
 )  # fmt: skip
 _CALL = np.dtype(
     [
-        ("hulls", _HULL, _RUNGS + 1),
-        ("cost", "i4", _RUNGS + 1),
+        ("hulls", HULL, RUNGS + 1),
+        ("cost", "i4", RUNGS + 1),
         *((name, "u8") for name in ("layers", "codes", "valid", "positions", *_FIELDS)),
         ("fixed_bytes", "i8"),
         ("floor", "u8"),
@@ -66,68 +55,6 @@ _CALL = np.dtype(
 _CHOICES = ("greedy", "uniform", "dp")
 """`Choice` of plan.cuh."""
 _LIST = np.dtype([(name, "u8") for name in ("moves", "begins", "num_groups", "copies", "num_copies")])
-
-
-@dataclass(frozen=True)
-class Ladder:
-    """Bytes that a page counts and loss of its tokens at each level, lowest first; level 0 may be eviction.
-
-    Examples
-    --------
-    >>> [level for level, _ in Ladder((10, 20, 30), (8.0, 7.5, 1.0)).edges(2)]
-    [2]
-    """
-
-    cost: tuple[int, ...]
-    loss: tuple[float, ...]
-
-    def edges(self, top: int) -> list[tuple[int, np.float32]]:
-        """Corners of the lower convex hull of (bytes, loss) up to a level, but for the lowest one.
-
-        Of each: its level, and the loss that a byte saves on the way to it.
-        """
-        found: list[tuple[int, np.float32]] = []
-        here = 0
-        while True:
-            rates = {
-                level: (self.loss[here] - self.loss[level]) / (self.cost[level] - self.cost[here])
-                for level in range(here + 1, top + 1)
-                if self.cost[level] > self.cost[level - 1]  # not at the window's, behind a rung of width 16
-            }
-            if not rates:
-                return found
-            here = max(rates, key=lambda level: rates[level])
-            found.append((here, np.float32(rates[here])))
-
-
-@dataclass(frozen=True)
-class PlanShape:
-    """Sizes of the layers that a workspace serves.
-
-    Attributes
-    ----------
-    batch, heads, entries : int
-        Of the page tables.
-    num_rungs : int
-        Rungs that hold pages; `evicts`: whether tokens may be dropped, too.
-    segments : int
-        Runs of 65,536 positions, counted to the last position that an open page is made for.
-    new_tokens : int
-        Most new tokens of a call.
-    """
-
-    batch: int
-    heads: int
-    entries: int
-    num_rungs: int
-    evicts: bool
-    segments: int
-    new_tokens: int
-
-    @property
-    def chunks(self) -> int:
-        """Most chunks of a (row, head, segment): a page each, but for one of every class."""
-        return min(_RUN // _PAGE, self.entries + self.new_tokens // _PAGE) + self.num_rungs + 1
 
 
 @dataclass(frozen=True)
@@ -185,8 +112,8 @@ def make_workspace(
     """Allocate what calls for `layers` layers need, in the framework and on the device of `like`.
 
     A call adds at most `most_new_pages` pages to a layer and drops at most `most_dropped`; see
-    `decode_bounds`. A prefill of n tokens adds at most ``batch * heads * (n // 16 + 1 + segments)`` pages
-    and as many as stored ones that it demotes.
+    `kvlab.ops.plan.decode_bounds`. A prefill of n tokens adds at most
+    ``batch * heads * (n // 16 + 1 + segments)`` pages and as many as stored ones that it demotes.
     """
     sizes = _sizes(shape, most_new_pages, most_dropped)
     offsets, total = {}, 0
@@ -255,18 +182,6 @@ def _sizes(shape: PlanShape, most_new_pages: int, most_dropped: int) -> dict[str
     }  # fmt: skip
 
 
-@lru_cache(maxsize=64)
-def hulls_of(ladder: Ladder) -> Any:
-    """`Ladder.edges` of every level, as kernels take them: `Hull` of plan.cuh."""
-    hulls = np.zeros(_RUNGS + 1, _HULL)
-    for top in range(len(ladder.cost)):
-        edges = ladder.edges(top)
-        hulls[top]["edges"] = len(edges)
-        for i, (level, rate) in enumerate(edges):
-            hulls[top]["level"][i], hulls[top]["rate"][i] = level, rate
-    return hulls
-
-
 @lru_cache(maxsize=16)
 def _kernels(device: int) -> dict[str, Kernel]:
     arch = arch_of(*compute_capability(device))
@@ -301,7 +216,6 @@ def launch_plan(
     floor: int = 0,
     rewind: int = 0,
     allocator: str = "greedy",
-    choose: Choose | None = None,
     codes: int = 0,
     valid: int = 0,
     positions: int = 0,
@@ -332,8 +246,7 @@ def launch_plan(
     rewind : int
         Tokens that layers with a sliding window keep beyond those that the next query sees.
     allocator : {"greedy", "dp", "uniform"}
-    choose : callable
-        For "dp", chooses on the host, as `kvlab.cache.plan.choose_optimum`: the call waits for the device.
+        "dp" chooses on the host: the call waits for the device.
     codes, valid, positions, num_new, first_position : int
         New tokens: addresses of their importance (num_bh, num_new) uint8, of what is no padding
         (batch, num_new) uint8 or 0, of their positions (batch, num_new) int32 or 0 if these follow each
@@ -362,11 +275,11 @@ def launch_plan(
         workspace.launches[layers] = _launches(workspace, layers)
     for number, launch in enumerate(workspace.launches[layers]):
         launch(stream)
-        if number == 1 and choose is not None:
-            _choose_on_host(choose, workspace, layers, ladder, window)
+        if number == 1 and allocator == "dp":
+            _choose_on_host(workspace, layers, ladder, window)
 
 
-def _choose_on_host(choose: Choose, workspace: Workspace, layers: int, ladder: Ladder, window: int) -> None:
+def _choose_on_host(workspace: Workspace, layers: int, ladder: Ladder, window: int) -> None:
     """Choose levels on the host, from the weights of chunks; waits for the device."""
     shape, classes = workspace.shape, workspace.shape.num_rungs + 1
     groups = shape.batch * shape.heads * shape.segments
@@ -386,7 +299,7 @@ def _choose_on_host(choose: Choose, workspace: Workspace, layers: int, ladder: L
             for g in range(groups)
             for n, start in zip(chunks[g], runs[layer, ..., 2].reshape(groups, classes)[g], strict=True)
         ]
-        chosen[layer], _ = choose(
+        chosen[layer], _ = choose_optimum(
             ladder, shape.evicts, window,
             chunks.reshape(shape.batch, -1, classes).astype(np.int64),
             np.concatenate(parts), bytes_left[layer],

@@ -18,6 +18,7 @@ from kvlab.cache.cuda import GPU
 from kvlab.errors import BudgetError
 from kvlab.ops.cuda import plan
 from kvlab.ops.packed import packed_attention
+from kvlab.ops.plan import PlanShape
 from kvlab.pages import encode_importance
 from tests.cache.host.cases import DIM, GROUP, HEADS, LAYERS, check_state, draw, make, step
 from tests.cache.host.noted import Kernels
@@ -232,7 +233,7 @@ def test_an_empty_batch_has_no_moves(kernels: Kernels, monkeypatch: pytest.Monke
     monkeypatch.setattr(plan, "to_device", lambda host, like: np.array(host))
     monkeypatch.setattr(plan, "cuda_view", kernels.view)
     monkeypatch.setattr(plan, "shared_memory_per_block", lambda device: 99 << 10)
-    shape = plan.PlanShape(0, HEADS, 16, num_rungs=3, evicts=False, segments=1, new_tokens=20)
+    shape = PlanShape(0, HEADS, 16, num_rungs=3, evicts=False, segments=1, new_tokens=20)
     workspace = plan.make_workspace(np.empty(0), shape, LAYERS, most_new_pages=4, most_dropped=1)
     start, numbers = workspace.memory.ctypes.data, workspace.memory.view(np.int32)
     for lists in workspace.lists.view(plan._LIST):

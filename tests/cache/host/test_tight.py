@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvlab.cache.plan import smallest_nbytes
 from kvlab.cache.reallocation import ladder_of
 from kvlab.errors import BudgetError
+from kvlab.ops.plan import smallest_nbytes
 from tests.cache.host.noted import Kernels
 from tests.cache.host.test_runner import DIM, GROUP, HEADS, LAYERS, check_state, step
 

@@ -1,27 +1,34 @@
-"""Bytes of plans: what always suffices, what a plan may add and drop, and the choice of allocator "dp".
+"""What plans of caches have in common on every device: ladders and sizes, bytes, the choice of "dp".
 
-``kvlab.reference.cache_plan`` says what a plan decides; kvlab/ops/cuda/plan.py launches it on a GPU, cpu.py
-on a CPU.
+``kvlab.reference.cache_plan`` says what a plan decides. A GPU's is launched by ``cuda/plan.py``, a CPU's by
+``cpu/plan.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.ops.allocator import allocate
-from kvlab.ops.cuda.plan import OVER_BUDGET, Ladder, PlanShape
 from kvlab.pages import TOKENS_PER_PAGE
 
 __all__ = [
+    "HULL",
+    "OVER_BUDGET",
+    "RETRY",
+    "RUNGS",
+    "Ladder",
+    "PlanShape",
     "ample_nbytes",
-    "choose_on_host",
     "choose_optimum",
     "crop_bounds",
     "decode_bounds",
+    "hulls_of",
     "optimum",
     "smallest_nbytes",
     "spare_nbytes",
@@ -30,7 +37,86 @@ __all__ = [
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
+OVER_BUDGET, RETRY = 1, 8
+"""Bits of a layer's status, as `PlanStatus` of state.cuh: rows are larger than they may be; call again."""
+RUNGS = 16
+HULL = np.dtype([("rate", "f4", RUNGS), ("level", "i4", RUNGS), ("edges", "i4")])
+"""`Hull` of plan.cuh."""
 _PAGE, _RUN = TOKENS_PER_PAGE, 1 << 16
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """Bytes that a page counts and loss of its tokens at each level, lowest first; level 0 may be eviction.
+
+    Examples
+    --------
+    >>> [level for level, _ in Ladder((10, 20, 30), (8.0, 7.5, 1.0)).edges(2)]
+    [2]
+    """
+
+    cost: tuple[int, ...]
+    loss: tuple[float, ...]
+
+    def edges(self, top: int) -> list[tuple[int, np.float32]]:
+        """Corners of the lower convex hull of (bytes, loss) up to a level, but for the lowest one.
+
+        Of each: its level, and the loss that a byte saves on the way to it.
+        """
+        found: list[tuple[int, np.float32]] = []
+        here = 0
+        while True:
+            rates = {
+                level: (self.loss[here] - self.loss[level]) / (self.cost[level] - self.cost[here])
+                for level in range(here + 1, top + 1)
+                if self.cost[level] > self.cost[level - 1]  # not at the window's, behind a rung of width 16
+            }
+            if not rates:
+                return found
+            here = max(rates, key=lambda level: rates[level])
+            found.append((here, np.float32(rates[here])))
+
+
+@dataclass(frozen=True)
+class PlanShape:
+    """Sizes of the layers that a workspace serves.
+
+    Attributes
+    ----------
+    batch, heads, entries : int
+        Of the page tables.
+    num_rungs : int
+        Rungs that hold pages; `evicts`: whether tokens may be dropped, too.
+    segments : int
+        Runs of 65,536 positions, counted to the last position that an open page is made for.
+    new_tokens : int
+        Most new tokens of a call.
+    """
+
+    batch: int
+    heads: int
+    entries: int
+    num_rungs: int
+    evicts: bool
+    segments: int
+    new_tokens: int
+
+    @property
+    def chunks(self) -> int:
+        """Most chunks of a (row, head, segment): a page each, but for one of every class."""
+        return min(_RUN // _PAGE, self.entries + self.new_tokens // _PAGE) + self.num_rungs + 1
+
+
+@lru_cache(maxsize=64)
+def hulls_of(ladder: Ladder) -> Any:
+    """`Ladder.edges` of every level, as kernels take them: `Hull` of plan.cuh."""
+    hulls = np.zeros(RUNGS + 1, HULL)
+    for top in range(len(ladder.cost)):
+        edges = ladder.edges(top)
+        hulls[top]["edges"] = len(edges)
+        for i, (level, rate) in enumerate(edges):
+            hulls[top]["level"][i], hulls[top]["rate"][i] = level, rate
+    return hulls
 
 
 def decode_bounds(shape: PlanShape, ladder: Ladder) -> tuple[int, int]:
@@ -154,21 +240,13 @@ def optimum(weights: Floats, ceilings: Ints, ladder: Ladder, bytes_left: int) ->
     return allocate(loss, ladder.cost, bytes_left, ceiling=ceilings, method="dp")
 
 
-def choose_on_host(
-    choose: Callable[[Floats, Ints, Ladder, int], Ints],
-    ladder: Ladder,
-    evicts: int,
-    window: int,
-    chunks: Ints,
-    weights: Floats,
-    bytes_left: Ints,
+def choose_optimum(
+    ladder: Ladder, evicts: int, window: int, chunks: Ints, weights: Floats, bytes_left: Ints
 ) -> tuple[Ints, int]:
-    """Choose levels for the chunks of a layer, row by row.
+    """Choose levels for the chunks of a layer by `optimum`, row by row.
 
     Parameters
     ----------
-    choose : callable
-        Such as `optimum`.
     ladder, evicts, window
         Of the plan.
     chunks : (batch, groups, classes) int
@@ -193,15 +271,8 @@ def choose_on_host(
     chosen = np.zeros((batch, groups * classes, levels), np.int64)
     for row, own in enumerate(np.split(weights, ends) if batch else []):
         run = np.repeat(np.arange(groups * classes), chunks[row].ravel())
-        level = choose(own, highest[run % classes], of_chunks, int(bytes_left[row]))
+        level = optimum(own, highest[run % classes], of_chunks, int(bytes_left[row]))
         np.add.at(chosen[row], (run, level), 1)
         if np.array(ladder.cost)[level].sum() > bytes_left[row]:
             status = OVER_BUDGET
     return chosen.reshape(batch * groups, classes, levels), status
-
-
-def choose_optimum(
-    ladder: Ladder, evicts: int, window: int, chunks: Ints, weights: Floats, bytes_left: Ints
-) -> tuple[Ints, int]:
-    """`choose_on_host` for allocator "dp"."""
-    return choose_on_host(optimum, ladder, evicts, window, chunks, weights, bytes_left)
