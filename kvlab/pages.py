@@ -38,6 +38,7 @@ __all__ = [
     "Width",
     "decode_importance",
     "encode_importance",
+    "named_pages",
     "new_pool",
     "prepared_frames",
     "profile_names",
@@ -615,6 +616,14 @@ class LayerPages:
                 f"rung must be equal in entries 4 n to 4 n + 3, got {quad} at (row, head, entry) "
                 f"{(row, head, entry // QUAD * QUAD)}"
             )
+
+
+def named_pages(tables: dict[str, Any]) -> NDArray[np.bool_]:
+    """Which entries of page tables on the host name a page: fillers, and those behind the end, do not."""
+    index = tables["index"].view(np.uint32)
+    held = np.arange(index.shape[-1]) < tables["num_pages"][..., None]
+    named: NDArray[np.bool_] = held & (index != NO_PAGE)
+    return named
 
 
 def new_pool(pages: int, layout: PageLayout) -> Bytes:

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvlab.cache.store import UNIT, DeviceStore, named_pages
-from kvlab.pages import LayerPages, read_tokens
+from kvlab.cache.store import DeviceStore
+from kvlab.ops.layer_state import UNIT
+from kvlab.pages import LayerPages, named_pages, read_tokens
 from tests.allocations import fail_everywhere
 
 

@@ -156,7 +156,7 @@ def test_the_cache_is_no_tower() -> None:
         for name, tree in trees.items()
     }
     graph = {name: imported & set(trees) - {name} for name, imported in graph.items()}
-    assert len(longest_chain(graph)) <= 6, longest_chain(graph)
+    assert len(longest_chain(graph)) <= 5, longest_chain(graph)
 
 
 def test_chains_are_found() -> None:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvlab.cache.cache import MixedPrecisionCache
-from kvlab.cache.frame import FRAME
 from kvlab.errors import BudgetError
+from kvlab.ops.frame import FRAME
 from tests.held import contents_of, pages_of
 
 LAYERS, HEADS, GROUP, LONGEST = 2, 2, 2, 600

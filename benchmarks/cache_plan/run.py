@@ -32,13 +32,14 @@ from kvlab.arrays import cuda_view
 from kvlab.cache.cuda import GPU, GpuKernels
 from kvlab.cache.ladder import BITS, ERRORS, Bits, LayerFormat, parse_bits
 from kvlab.cache.score import Collector
-from kvlab.cache.store import STATE, DeviceStore
+from kvlab.cache.store import DeviceStore
 from kvlab.lab.results import provenance
 from kvlab.lab.timing_gpu import recorded, time_by_events
 from kvlab.ops.cuda import packed as packed_cuda
 from kvlab.ops.cuda import pages as kernels
 from kvlab.ops.cuda import plan
 from kvlab.ops.cuda.packed import kept_quad_bytes
+from kvlab.ops.layer_state import NEW_TOKENS, OBSERVED, STATE, new_tokens
 from kvlab.ops.plan import Ladder, PlanShape, crop_bounds, spare_nbytes
 from kvlab.pages import QUAD, TOKENS_PER_PAGE
 
@@ -132,7 +133,7 @@ class Model:
         )
         plan._launches = prepare
         workspace.launches.clear()
-        moved = np.zeros(1, kernels.NEW_TOKENS)[0] if fresh is None else fresh
+        moved = np.zeros(1, NEW_TOKENS)[0] if fresh is None else fresh
         states += first * STATE.itemsize
         for phase in range(2):
             lists, groups = workspace.move_lists(phase), workspace.max_groups(phase)
@@ -149,7 +150,7 @@ class Model:
         codes = (8 * torch.log2(self.mass) + 192).round().clamp(1, 255).to(torch.uint8)
         k = torch.randn(self.batch, n, self.heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
         view = cuda_view(k, "k")
-        fresh = kernels.new_tokens(view, view, 0, codes.data_ptr(), n, 0)
+        fresh = new_tokens(view, view, 0, codes.data_ptr(), n, 0)
         for layer in range(self.layers):
             clock = Clock()
             clock.mark("before")
@@ -171,7 +172,7 @@ class Model:
         append = [
             kernels.AppendCall(
                 self.store.host_states[layer], self.host.ladder[-1], HEAD_DIM, "bfloat16", 0, steps=STEPS,
-                group=self.group, scale=1.0, softcap=0.0, observed=kernels.OBSERVED["norm"],
+                group=self.group, scale=1.0, softcap=0.0, observed=OBSERVED["norm"],
             )
             for layer in range(self.layers)
         ]  # fmt: skip
@@ -226,7 +227,7 @@ class Model:
         calls = [
             kernels.AppendCall(
                 self.store.host_states[layer], self.host.ladder[-1], HEAD_DIM, "bfloat16", 0, steps=1,
-                group=self.group, scale=HEAD_DIM**-0.5, softcap=0.0, observed=kernels.OBSERVED["mass"],
+                group=self.group, scale=HEAD_DIM**-0.5, softcap=0.0, observed=OBSERVED["mass"],
             )
             for layer in range(self.layers)
         ]  # fmt: skip

@@ -4,12 +4,12 @@ A model calls `step` once a layer: the new queries attend every stored token, st
 and the new tokens exactly and causally; then the new tokens are stored. While the bytes last, tokens stay at
 the highest rung; when a page is needed that does not fit, the least important tokens of the row are demoted.
 
-What lies where: options.py (options, and bytes a row may take), ladder.py (widths, and what
-is fixed of a layer), importance.py and score.py (scores), frame.py (the mean taken off keys; waiting.py:
-tokens that wait for it), runner.py (checks and memory), step.py and prefill.py (steps of few and of many
-tokens), launches.py (a step's launches), store.py (pages and tables, beams, copies), reallocation.py
-(plans, moves; `kvlab.ops.plan`: their bytes, the optimum), contents.py and persistence.py
-(files). An executor: cpu.py with cpu_rows.py, or cuda.py, whose launchers are in `kvlab.ops.cuda`.
+What lies where: options.py (options, and bytes a row may take), frames.py (given frames of keys), ladder.py
+(widths, and what is fixed of a layer), importance.py and score.py (scores), runner.py (checks and memory),
+step.py and prefill.py (steps of few and of many tokens), waiting.py (tokens that wait for their frame),
+launches.py (a step's launches), store.py (pages and tables, beams, copies), reallocation.py (plans, moves),
+contents.py and persistence.py (files). Executors, cpu.py and cuda.py, launch what `kvlab.ops.cpu` and
+`kvlab.ops.cuda` have; what a plan may take is in `kvlab.ops.plan`.
 """
 
 from __future__ import annotations

@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from kvlab.arguments import LONGEST, whole_number
 from kvlab.arrays import dtype_name, numpy_dtype
-from kvlab.cache.frame import FRAME, awaiting, check_frames
-from kvlab.cache.store import OPEN_PAGES, UNIT, WAITING_ENTRIES, WAITING_PAGES, DeviceStore, named_pages
+from kvlab.cache.store import DeviceStore
 from kvlab.errors import FormatError
-from kvlab.pages import NO_PAGE, QUAD, TOKENS_PER_PAGE, PageLayout
+from kvlab.ops.frame import FRAME, awaiting, check_frames
+from kvlab.ops.layer_state import OPEN_PAGES, UNIT, WAITING_ENTRIES, WAITING_PAGES
+from kvlab.pages import NO_PAGE, QUAD, TOKENS_PER_PAGE, PageLayout, named_pages
 
 if TYPE_CHECKING:
     from kvlab.cache.step import DeviceCache

@@ -8,7 +8,7 @@ executor; `kernels(store)` gives the launches for one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,13 +22,16 @@ from kvlab.arrays import (
     to_device,
     to_host,
 )
-from kvlab.cache.ladder import Rung
-from kvlab.cache.store import STATE, DevicePages, DeviceStore, RowMove
 from kvlab.ops.cuda import packed, plan, scores
 from kvlab.ops.cuda import pages as kernels
 from kvlab.ops.device_arrays import contiguous, copied
+from kvlab.ops.layer_state import STATE
 from kvlab.ops.plan import Ladder, PlanShape
 from kvlab.pages import profile_names
+
+if TYPE_CHECKING:
+    from kvlab.cache.ladder import Rung
+    from kvlab.cache.store import DevicePages, DeviceStore, RowMove
 
 __all__ = ["GPU", "GpuExecutor", "GpuKernels"]
 

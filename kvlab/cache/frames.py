@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.cache import persistence
-from kvlab.cache.frame import (
+from kvlab.errors import FormatError
+from kvlab.ops.frame import (
     FIRST,
     FRAME,
     add_queries,
@@ -27,7 +28,6 @@ from kvlab.cache.frame import (
     key_shift,
     to_mean,
 )
-from kvlab.errors import FormatError
 
 __all__ = ["KeyFrames", "frames_of_layer"]
 
@@ -97,7 +97,7 @@ class KeyFrames:
             Of each layer queries (rows, tokens, num_heads_q, head_dim), and keys and values (rows, tokens,
             num_heads_kv, head_dim), as a cache takes them. The first four tokens of a row are left out.
         narrow : bool
-            For ladders without a width of 8 for keys: see `kvlab.cache.frame.key_mean`.
+            For ladders without a width of 8 for keys: see `kvlab.ops.frame.key_mean`.
         """
         arrays = ([np.asarray(x, np.float32) for x in layer] for layer in layers)
         found = [frames_of_layer(*layer, narrow=narrow) for layer in arrays]

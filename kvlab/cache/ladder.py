@@ -25,7 +25,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from kvlab.arguments import whole_number
-from kvlab.ops.cuda.pages import WAITING_PAGES
+from kvlab.ops.layer_state import WAITING_PAGES
 from kvlab.pages import BLOCK_WIDTHS, PAGE_TABLE_BYTES, PageLayout, Width
 
 __all__ = [
@@ -39,10 +39,8 @@ __all__ = [
     "Layer",
     "LayerFormat",
     "Rung",
-    "first_seen",
     "loss_of",
     "parse_bits",
-    "reach_of",
 ]
 
 WIDTHS = (0, 2, 3, 4, 8, 16)
@@ -227,22 +225,6 @@ def _per_layer(bits: str, num_layers: int) -> tuple[Ladder, ...]:
     if missing:
         raise ValueError(f"bits: layers {missing} of {num_layers} are in no range")
     return tuple(found[layer] for layer in range(num_layers))
-
-
-def reach_of(sliding_window: int, rewind: int) -> int:
-    """How many tokens a query sees and crops may bring back to its sight, itself the last; 0: all."""
-    return sliding_window + rewind if sliding_window else 0
-
-
-def first_seen(length: int, reach: int) -> int:
-    """The first position that the next token behind `length` others sees, if it sees `reach`; 0: all.
-
-    Examples
-    --------
-    >>> first_seen(100, 32), first_seen(20, 32), first_seen(100, 0)
-    (69, 0, 0)
-    """
-    return max(length - reach + 1, 0) if reach else 0
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvlab.arrays import CudaView
 from kvlab.cache.ladder import EXACT, Rung
-from kvlab.ops.cuda import pages as kernels
+from kvlab.ops.layer_state import OBSERVED, ROWS
 
 if TYPE_CHECKING:
     from kvlab.cache.score import Collector
@@ -124,7 +124,7 @@ class StepCalls:
         return found
 
     def append(self, layer: int, steps: int, scale: float, softcap: float, observed: str) -> Any:
-        """The append of a number of tokens; `observed` is one of `kernels.OBSERVED`."""
+        """The append of a number of tokens; `observed` is one of `OBSERVED`."""
         mode = self._waiting.mode(layer)
         key = (layer, steps, scale, softcap, observed, mode)
         if key not in self._appends:
@@ -138,8 +138,8 @@ class StepCalls:
                     group=self._group,
                     scale=scale,
                     softcap=softcap,
-                    observed=kernels.OBSERVED[observed],
-                    rows=kernels.ROWS[rows],
+                    observed=OBSERVED[observed],
+                    rows=ROWS[rows],
                 )
 
             if mode == "some":

@@ -28,9 +28,10 @@ from kvlab.arguments import LONGEST, choice, number, whole_number
 from kvlab.arrays import Array, dtype_name, to_numpy_view
 from kvlab.cache.frames import KeyFrames
 from kvlab.cache.importance import Importance, UpdateFunction, observed_by
-from kvlab.cache.ladder import BITS, Bits, reach_of
+from kvlab.cache.ladder import BITS, Bits
 from kvlab.errors import BudgetError
 from kvlab.ops.allocator import METHODS, Method
+from kvlab.ops.plan import reach_of
 from kvlab.sizes import parse_size
 
 __all__ = [

@@ -22,12 +22,11 @@ from numpy.typing import NDArray
 from kvlab.arrays import CudaView, dtype_name
 from kvlab.cache.importance import MOST_TOKENS, UpdateFunction, ask
 from kvlab.cache.reallocation import PendingWrite
-from kvlab.cache.store import named_pages
 from kvlab.cache.waiting import Merged, merged_tokens, put_new
 from kvlab.ops.attention import attention, attention_varlen
-from kvlab.ops.cuda import pages as kernels
 from kvlab.ops.cuda.plan import Workspace
-from kvlab.pages import decode_importance, encode_importance
+from kvlab.ops.layer_state import UNIT, new_tokens
+from kvlab.pages import decode_importance, encode_importance, named_pages
 
 if TYPE_CHECKING:
     from kvlab.cache.options import RowBudgets
@@ -289,22 +288,22 @@ def _enqueue(
     steps, length = views[0].shape[1], cache.lengths[layer]
     (workspace, counts, merged), pointer = memory, cache.executor.pointer
     mask = 0 if valid is None else pointer(valid)
-    new_tokens = kernels.new_tokens(views[0], views[1], mask, pointer(codes), steps, length)
+    fresh = new_tokens(views[0], views[1], mask, pointer(codes), steps, length)
     reallocator = cache.reallocator
     reallocator.set_row_budgets(row_budgets)
     arrays = (*new, codes) if valid is None else (*new, codes, valid)
     if counts is not None:
         if merged is not None:
             put_new(merged, new[0], new[1], codes)
-        cache.freeze(layer, new_tokens, merged, 1, stream, queries=queries)
+        cache.freeze(layer, fresh, merged, 1, stream, queries=queries)
         cache.waiting.add(layer, length + steps, counts)
         cache.waiting.frozen(layer, length + steps + 1)
         if merged is not None:
-            new_tokens = merged.new_tokens(views[0], views[1], pointer(codes), length)
+            fresh = merged.new_tokens(views[0], views[1], pointer(codes), length)
             arrays = (*arrays, *merged.arrays)
     # No room for tokens to come: if more parts follow, open pages would have taken bytes from these tokens.
     last = layer == len(cache.layers) - 1
-    reallocator.enqueue(PendingWrite(layer, new_tokens, workspace, stream, arrays), last=last)
+    reallocator.enqueue(PendingWrite(layer, fresh, workspace, stream, arrays), last=last)
     cache.lookahead[layer] = steps  # less these steps, which are counted next
     cache.count_dropped(layer, length + steps)
 
@@ -373,7 +372,7 @@ def _importance_offsets(
             int(tables[name][head, entry]) for name in ("rung", "count", "index", "base")
         )
         layout = cache.store.layouts(layer)[rung]
-        start = (index & 0xFFFFFFFF) * kernels.UNIT
+        start = (index & 0xFFFFFFFF) * UNIT
         lower = arena[start + layout.positions : start + layout.importance].view("<u2")[:count]
         places.append(start + layout.importance + np.arange(count))
         positions.append(((base & 0xFFFF) << 16) + lower.astype(np.int64))

@@ -18,8 +18,8 @@ import numpy as np
 
 from kvlab.cache.ladder import LayerFormat, Rung, loss_of
 from kvlab.device import translated_out_of_memory
-from kvlab.ops.cuda import pages as kernels
 from kvlab.ops.cuda.plan import Workspace, workspace_nbytes
+from kvlab.ops.layer_state import MAX_STEPS, NEW_TOKENS
 from kvlab.ops.plan import (
     OVER_BUDGET,
     RETRY,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LOOKAHEAD", "Reallocator", "ladder_of"]
 
-LOOKAHEAD = kernels.MAX_STEPS
+LOOKAHEAD = MAX_STEPS
 """Tokens that a plan makes room for: with the 15 that a page may hold, they fit two pages."""
 MAX_PENDING_NBYTES = 64 << 20
 """Bytes of new tokens that may wait for the word that they were taken in, or that a rare plan works in."""
@@ -345,7 +345,7 @@ class Reallocator:
             first, n, workspace, ladder, stream,
             fixed_nbytes=store.fixed_nbytes, lookahead=lookahead, **self._rules, **rules, **call,
         )  # fmt: skip
-        nothing = np.zeros(1, kernels.NEW_TOKENS)[0]
+        nothing = np.zeros(1, NEW_TOKENS)[0]
         for phase, tokens in enumerate((nothing if new is None else new, nothing)):
             lists, groups = workspace.move_lists(phase), workspace.max_groups(phase)
             self.kernels.write_tokens(first, n, lists, groups, tokens, stream)

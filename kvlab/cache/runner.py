@@ -17,17 +17,16 @@ from kvlab.arrays import CudaView
 from kvlab.cache.contents import Arrays, contents_of, fill
 from kvlab.cache.cpu import CPU
 from kvlab.cache.cuda import GPU
-from kvlab.cache.ladder import Layer, reach_of
+from kvlab.cache.ladder import Layer
 from kvlab.cache.launches import keep_launches, launch_again
 from kvlab.cache.reallocation import ladder_of
 from kvlab.cache.step import DeviceCache
-from kvlab.cache.store import named_pages
 from kvlab.device import translated_out_of_memory
 from kvlab.errors import FormatError
-from kvlab.ops.cuda.pages import MAX_STEPS
 from kvlab.ops.device_arrays import dense_strides
-from kvlab.ops.plan import smallest_nbytes
-from kvlab.pages import LayerPages
+from kvlab.ops.layer_state import MAX_STEPS
+from kvlab.ops.plan import reach_of, smallest_nbytes
+from kvlab.pages import LayerPages, named_pages
 from kvlab.shapes import match_shapes
 
 if TYPE_CHECKING:

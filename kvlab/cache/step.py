@@ -18,17 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import CudaView
-from kvlab.cache.frame import LAST
-from kvlab.cache.ladder import Layer, first_seen, reach_of
+from kvlab.cache.ladder import Layer
 from kvlab.cache.launches import KnownStep, Lse, StepCalls
 from kvlab.cache.reallocation import LOOKAHEAD, Reallocator, ladder_of
 from kvlab.cache.score import Collector
 from kvlab.cache.store import DeviceStore, move_rows, reorder_rows
 from kvlab.cache.waiting import Merged, Waiting, merged_tokens, waits_within
 from kvlab.device import translated_out_of_memory
-from kvlab.ops.cuda import pages as kernels
 from kvlab.ops.cuda.plan import Workspace
-from kvlab.ops.plan import spare_nbytes
+from kvlab.ops.frame import LAST
+from kvlab.ops.layer_state import MAX_STEPS, WAITING_PAGES, new_tokens
+from kvlab.ops.plan import first_seen, reach_of, spare_nbytes
 from kvlab.pages import TOKENS_PER_PAGE
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class DeviceCache:
         self.num_bh, self.group = batch * store.num_heads_kv, settings.num_heads_q // store.num_heads_kv
         self.lengths, self.since, self.lookahead, self.dropped = ([0] * len(layers) for _ in range(4))
         windows = [layer.sliding_window for layer in layers if layer.sliding_window]
-        self.most_steps = min([kernels.MAX_STEPS, *windows])  # tokens of a step that all see each other
+        self.most_steps = min([MAX_STEPS, *windows])  # tokens of a step that all see each other
         self.observes = [layer.observes for layer in layers]
         self.generation = 0
         self.make(capacity, row_budgets_of)
@@ -126,7 +126,7 @@ class DeviceCache:
     def used(self) -> Any:
         """Number of live pages, (layers, rungs), waiting ones behind the last rung; waits for the device."""
         used, waits, num_pages = self.read("used", "waits", "num_pages")
-        waiting = ((waits > 0)[..., None] & (num_pages > 0)).sum((1, 2)) * kernels.WAITING_PAGES
+        waiting = ((waits > 0)[..., None] & (num_pages > 0)).sum((1, 2)) * WAITING_PAGES
         for layer, pages in enumerate(waiting):
             if self.store.holds_waiting[layer]:
                 used[layer, len(self.store.stores[layer].layouts)] = pages
@@ -218,7 +218,7 @@ class DeviceCache:
         return self.calls.step(layer, q, steps, scale, softcap, observed, self.collects(layer, steps))
 
     def observed_as(self, layer: int) -> str:
-        """What the importance of a new token of a step is, one of `kernels.OBSERVED`."""
+        """What the importance of a new token of a step is, one of `OBSERVED`."""
         return OBSERVED_AS[self.observes[layer]]
 
     def opens_pages(self, layer: int, steps: int, row_budgets: RowBudgets) -> bool:
@@ -331,7 +331,7 @@ class DeviceCache:
         with_tokens = freezes and waiting.holds[layer]
         if not freezes:
             most = waiting.lookahead(layer, steps, lookahead)
-        nothing = kernels.new_tokens(NO_TOKENS, NO_TOKENS, 0, 0, 0, length)
+        nothing = new_tokens(NO_TOKENS, NO_TOKENS, 0, 0, 0, length)
         self.freeze(layer, nothing, merged if with_tokens else None, most, stream)
         waiting.frozen(layer, length + most)
         if with_tokens:
@@ -424,7 +424,7 @@ class DeviceCache:
         merged, workspace = self._merged(layers, False)
         for layer in layers:
             length = self.lengths[layer]
-            nothing = kernels.new_tokens(NO_TOKENS, NO_TOKENS, 0, 0, 0, length)
+            nothing = new_tokens(NO_TOKENS, NO_TOKENS, 0, 0, 0, length)
             self.freeze(layer, nothing, merged, 0, stream, force=True)
             self.waiting.rows[layer] = False
             new = merged.new_tokens(NO_TOKENS, NO_TOKENS, 0, length)

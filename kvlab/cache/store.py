@@ -25,25 +25,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import numpy_dtype, viewed
-from kvlab.cache.frame import FRAME
-from kvlab.cache.ladder import LayerFormat, reach_of
-from kvlab.ops.cuda.pages import OPEN_PAGES, STATE, UNIT, WAITING_ENTRIES, WAITING_PAGES
+from kvlab.cache.ladder import LayerFormat
+from kvlab.ops.frame import FRAME
+from kvlab.ops.layer_state import OPEN_PAGES, RUNGS, STATE, UNIT, WAITING_ENTRIES, WAITING_PAGES
 from kvlab.ops.packed import Window
-from kvlab.ops.plan import RUNGS
+from kvlab.ops.plan import reach_of
 from kvlab.pages import NO_PAGE, QUAD, TOKENS_PER_PAGE, LayerPages, PageLayout, new_pool, width_number
 
 __all__ = [
-    "MOVED",
-    "OPEN_PAGES",
-    "STATE",
-    "UNIT",
-    "WAITING_ENTRIES",
-    "WAITING_PAGES",
     "DevicePages",
     "DeviceStore",
     "RowMove",
     "move_rows",
-    "named_pages",
     "reorder_rows",
     "slab_nbytes",
 ]
@@ -71,29 +64,6 @@ class DevicePages:
     k_gain: Any
     dtype: str
     unit: int = UNIT
-
-
-MOVED = (
-    "rung",
-    "count",
-    "index",
-    "base",
-    "num_pages",
-    *FRAME,
-    "asked",
-    "waits",
-    "open",
-    "seqlen",
-)
-"""Tables that say what a row holds; all of them lie before `used` in the memory of tables."""
-
-
-def named_pages(tables: dict[str, Any]) -> NDArray[np.bool_]:
-    """Which entries of page tables on the host name a page: fillers, and those behind the end, do not."""
-    index = tables["index"].view(np.uint32)
-    held = np.arange(index.shape[-1]) < tables["num_pages"][..., None]
-    named: NDArray[np.bool_] = held & (index != NO_PAGE)
-    return named
 
 
 @lru_cache(maxsize=256)

@@ -1,6 +1,6 @@
 """Rows whose first tokens wait for the mean of their keys, as far as the host knows them.
 
-The mean of a row is that of its valid tokens 4 to 63, whatever calls they come in (kvlab/cache/frame.py).
+The mean of a row is that of its valid tokens 4 to 63, whatever calls they come in (kvlab/ops/frame.py).
 Until a row has seen 64, its tokens wait in five pages of width 16 a KV head. Appends fill these pages,
 attention and importance read them like any others, and plans leave them alone. `freeze_means`
 (kernels/cuda/pages/means.cu) then takes the mean and hands the tokens to the next plan as new ones, with
@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import CudaView
-from kvlab.cache.frame import LAST
-from kvlab.ops.cuda import pages as kernels
+from kvlab.ops.frame import LAST
+from kvlab.ops.layer_state import WAITING_ENTRIES, WAITING_PAGES, new_tokens
 from kvlab.pages import TOKENS_PER_PAGE
 
 if TYPE_CHECKING:
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Merged", "Waiting", "merged_tokens", "put_new", "waits_within"]
 
-CAPACITY = kernels.WAITING_PAGES * TOKENS_PER_PAGE
+CAPACITY = WAITING_PAGES * TOKENS_PER_PAGE
 """Tokens that the waiting pages of a row hold."""
 
 
 def waits_within(layer: Layer, ladder: Ladder, row_budget: int | None) -> bool:
     """Whether so many bytes hold the waiting pages of a row, and then the pages that its tokens go to."""
     store = layer.store
-    packed = kernels.WAITING_ENTRIES * ladder.cost[0] + 3 * ladder.cost[-1]
+    packed = WAITING_ENTRIES * ladder.cost[0] + 3 * ladder.cost[-1]
     most = max(store.waiting_nbytes, packed)
     needed = store.num_heads_kv * most + store.fixed_nbytes
     return layer.takes_mean and (row_budget is None or needed <= row_budget)
@@ -180,12 +180,10 @@ class Merged(NamedTuple):
         view, pointer = self.executor.view, self.executor.pointer
         total, valid = self.before + self.steps, pointer(self.valid)
         if not self.before:
-            return kernels.new_tokens(k, v, valid, codes, total, length)
+            return new_tokens(k, v, valid, codes, total, length)
         views = view(self.k, "k"), view(self.v, "v")
         positions = pointer(self.positions)
-        return kernels.new_tokens(
-            *views, valid, pointer(self.importance), total, length - self.before, positions
-        )
+        return new_tokens(*views, valid, pointer(self.importance), total, length - self.before, positions)
 
 
 def merged_tokens(shape: tuple[int, ...], executor: Any, like: Any, dtype: str, *, waiting: bool) -> Merged:

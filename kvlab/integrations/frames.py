@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.cache.frame import FEWEST, FIRST
 from kvlab.cache.frames import KeyFrames, frames_of_layer
 from kvlab.integrations.patching import replaced
 from kvlab.integrations.quantized import cache_maker, quantized
 from kvlab.integrations.reading import check_ids, read_chunks
+from kvlab.ops.frame import FEWEST, FIRST
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,7 @@ def measure_frames(model: Any, ids: torch.Tensor, *, narrow: bool = False) -> Ke
     ids : (batch, tokens) integer tensor
         Any text without padding, read in one call: 2,000 tokens of prose will do.
     narrow : bool
-        For ladders without a width of 8 for keys: see `kvlab.cache.frame.key_mean`.
+        For ladders without a width of 8 for keys: see `kvlab.ops.frame.key_mean`.
 
     Returns
     -------

@@ -14,9 +14,9 @@ from typing import Any
 
 from kvlab.arrays import dtype_name
 from kvlab.cache.cache import MixedPrecisionCache
-from kvlab.cache.ladder import first_seen
 from kvlab.cache.options import check_names
 from kvlab.errors import needs_extra
+from kvlab.ops.plan import first_seen
 
 with needs_extra("hf", "kvlab.integrations.transformers"):
     import torch

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from kvlab.cache.ladder import first_seen
+from kvlab.ops.plan import first_seen
 
 __all__ = ["Padding"]
 

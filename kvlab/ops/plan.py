@@ -15,21 +15,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.ops.allocator import allocate
+from kvlab.ops.layer_state import RUNGS
 from kvlab.pages import TOKENS_PER_PAGE
 
 __all__ = [
     "HULL",
     "OVER_BUDGET",
     "RETRY",
-    "RUNGS",
     "Ladder",
     "PlanShape",
     "ample_nbytes",
     "choose_optimum",
     "crop_bounds",
     "decode_bounds",
+    "first_seen",
     "hulls_of",
     "optimum",
+    "reach_of",
     "smallest_nbytes",
     "spare_nbytes",
 ]
@@ -39,7 +41,6 @@ Ints = NDArray[np.int64]
 
 OVER_BUDGET, RETRY = 1, 8
 """Bits of a layer's status, as `PlanStatus` of state.cuh: rows are larger than they may be; call again."""
-RUNGS = 16
 HULL = np.dtype([("rate", "f4", RUNGS), ("level", "i4", RUNGS), ("edges", "i4")])
 """`Hull` of plan.cuh."""
 _PAGE, _RUN = TOKENS_PER_PAGE, 1 << 16
@@ -159,6 +160,22 @@ def crop_bounds(shape: PlanShape, ladder: Ladder, tokens: int, nbytes: int) -> t
     demoted, most = shape.batch * -(-nbytes // smallest), shape.batch * shape.heads * shape.entries
     cropped = shape.batch * shape.heads * (tokens // _PAGE + shape.num_rungs * shape.segments)
     return min(new_pages + demoted, most), min(dropped + demoted + cropped, most)
+
+
+def reach_of(sliding_window: int, rewind: int) -> int:
+    """How many tokens a query sees and crops may bring back to its sight, itself the last; 0: all."""
+    return sliding_window + rewind if sliding_window else 0
+
+
+def first_seen(length: int, reach: int) -> int:
+    """The first position that the next token behind `length` others sees, if it sees `reach`; 0: all.
+
+    Examples
+    --------
+    >>> first_seen(100, 32), first_seen(20, 32), first_seen(100, 0)
+    (69, 0, 0)
+    """
+    return max(length - reach + 1, 0) if reach else 0
 
 
 def spare_nbytes(batch: int, heads: int, ladder: Ladder, slab_nbytes: int) -> int:

@@ -214,7 +214,7 @@ def rotate(x: NDArray[np.float32], mean: NDArray[Any] | None = None) -> NDArray[
     x : float32, (n, head_dim)
         Raw vectors.
     mean : float16, (head_dim,) or (n, head_dim), optional
-        What is to be taken off: the mean of keys (`kvlab.cache.frame`).
+        What is to be taken off: the mean of keys (`kvlab.ops.frame`).
 
     Returns
     -------

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.cache.ladder import ERRORS
 from kvlab.errors import BudgetError
-from kvlab.ops.cuda.pages import WAITING_PAGES
+from kvlab.ops.layer_state import WAITING_PAGES
 from kvlab.pages import read_tokens
 from kvlab.reference.attention import attend_rows
 from kvlab.reference.codec import hadamard

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from kvlab.arrays import numpy_dtype
 from kvlab.cache.cpu import CpuKernels
-from kvlab.cache.frame import FRAME
 from kvlab.cache.importance import weight_of_collection
 from kvlab.cache.ladder import LayerFormat, parse_bits
 from kvlab.cache.reallocation import ladder_of
-from kvlab.cache.store import UNIT, DeviceStore, named_pages
+from kvlab.cache.store import DeviceStore
 from kvlab.ops.attention import attention
-from kvlab.ops.cuda.pages import NEW_TOKENS, OBSERVED, new_tokens
+from kvlab.ops.frame import FRAME
+from kvlab.ops.layer_state import NEW_TOKENS, OBSERVED, UNIT, new_tokens
 from kvlab.ops.packed import packed_attention
 from kvlab.ops.plan import PlanShape, ample_nbytes, spare_nbytes
 from kvlab.pages import (
@@ -27,6 +27,7 @@ from kvlab.pages import (
     TOKENS_PER_PAGE,
     decode_importance,
     encode_importance,
+    named_pages,
     read_tokens,
     write_tokens,
 )

@@ -23,11 +23,11 @@ from safetensors.numpy import load_file
 from transformers import DynamicCache
 
 from kvlab import MixedPrecisionCache
-from kvlab.cache.frame import key_mean
 from kvlab.cache.ladder import Layer
 from kvlab.integrations.transformers import KVLabCache
 from kvlab.lab.quality.model import Subject
 from kvlab.lab.quality.text import cut_windows
+from kvlab.ops.frame import key_mean
 from kvlab.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE, read_tokens
 from kvlab.reference.attention import attention
 from kvlab.reference.codec import hadamard

@@ -10,7 +10,8 @@ from hypothesis import Phase, settings
 
 from kvlab.cache import cpu, runner
 from kvlab.cache.cache import MixedPrecisionCache
-from kvlab.cache.store import UNIT
+from kvlab.ops.cpu.layer import array_at
+from kvlab.ops.layer_state import UNIT
 from kvlab.reference.cache_layer import Layer, Rung, Tokens
 from kvlab.reference.cache_plan import plan
 from tests.planner_simulation import CHOICES
@@ -28,17 +29,17 @@ class OraclesKernels(cpu.CpuKernels):
         store, rules["most_new_pages"] = self.store, workspace.most_new_pages
         rules.pop("cropped", None)
         rewind = rules.pop("rewind")
-        workspace.moves, workspace.copies = {}, {}
+        workspace.moves, workspace.copies = [], []
         for number in range(first, first + layers):
-            t, new = self.tables(number), None
+            t, new = self.layers[number].planned, None
             length = int(store.tables["seqlen"][number].max(initial=0))
             if num_new:
                 mask = np.ones((store.batch, num_new), bool)
                 if valid:
-                    mask = cpu.array_at(valid, mask.shape, "bool")
+                    mask = array_at(valid, mask.shape, "bool")
                 num_bh = store.batch * store.heads
-                at = cpu.array_at(positions, mask.shape, "int32") if positions else None
-                new = Tokens(cpu.array_at(codes, (num_bh, num_new), "uint8"), mask, first_position, at)
+                at = array_at(positions, mask.shape, "int32") if positions else None
+                new = Tokens(array_at(codes, (num_bh, num_new), "uint8"), mask, first_position, at)
             n, tables = len(t.rungs), t[1:8]
             layer = Layer(
                 store.batch, store.heads, tuple(Rung(*map(int, rung)) for rung in t.rungs),
@@ -54,8 +55,8 @@ class OraclesKernels(cpu.CpuKernels):
                 [(a, b, c | d << 8 | e << 16 | f << 24, g) for a, b, c, d, e, f, g in part]
                 for part in change.phases
             ]
-            workspace.moves[number] = tuple(np.array(x, np.uint32).reshape(-1, 4) for x in phases)
-            workspace.copies[number] = np.array(change.copies, np.uint32).reshape(-1, 3)
+            workspace.moves.append([np.array(x, np.uint32).reshape(-1, 4) for x in phases])
+            workspace.copies.append(np.array(change.copies, np.uint32).reshape(-1, 3))
 
 
 class Oracle(cpu.CpuExecutor):

@@ -13,12 +13,12 @@ import torch
 
 import kvlab
 from kvlab.cache.cuda import GPU
-from kvlab.cache.frame import LAST, key_mean
 from kvlab.cache.reallocation import LOOKAHEAD
 from kvlab.errors import BudgetError
 from kvlab.ops.cuda import attention as attention_cuda
 from kvlab.ops.cuda import packed as packed_cuda
 from kvlab.ops.cuda import plan
+from kvlab.ops.frame import LAST, key_mean
 from kvlab.pages import encode_importance
 from kvlab.reference import packed as reference
 from tests.compare import assert_accurate

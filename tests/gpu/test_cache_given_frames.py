@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kvlab.cache.cache import MixedPrecisionCache
-from kvlab.cache.frame import FRAME
 from kvlab.cache.frames import KeyFrames
+from kvlab.ops.frame import FRAME
 from tests.gpu.packed_cases import to_torch
 from tests.held import contents_of
 

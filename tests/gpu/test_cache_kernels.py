@@ -15,7 +15,10 @@ import torch
 
 from kvlab.arrays import cuda_view, to_device
 from kvlab.cache.cuda import GPU
-from kvlab.cache.frame import (
+from kvlab.cache.ladder import LayerFormat, parse_bits
+from kvlab.cache.store import DeviceStore
+from kvlab.ops.cuda import pages as kernels
+from kvlab.ops.frame import (
     ASKING,
     FRAME,
     FRAME_OF_BLOCKS,
@@ -27,10 +30,7 @@ from kvlab.cache.frame import (
     key_order,
     key_shift,
 )
-from kvlab.cache.ladder import LayerFormat, parse_bits
-from kvlab.cache.store import UNIT, DeviceStore
-from kvlab.ops.cuda import pages as kernels
-from kvlab.ops.cuda.pages import WAITING_ENTRIES, WAITING_PAGES
+from kvlab.ops.layer_state import OBSERVED, UNIT, WAITING_ENTRIES, WAITING_PAGES, new_tokens
 from kvlab.pages import NO_PAGE, TOKENS_PER_PAGE, PageLayout, encode_importance, profile_names
 from kvlab.reference.blocks import KeyFrame, decode_blocks, encode_blocks, profile_bits, rotate_in_blocks
 from kvlab.reference.codec import hadamard
@@ -320,9 +320,7 @@ def run_moves(
     parts.append(on(np.zeros(1, np.int32)))
     lists = on(np.array([tuple(part.data_ptr() for part in parts)], LIST))
     keys, values, codes = to_torch(k), to_torch(v), to_torch(importance)
-    fresh = kernels.new_tokens(
-        cuda_view(keys, "k"), cuda_view(values, "v"), 0, codes.data_ptr(), steps, first
-    )
+    fresh = new_tokens(cuda_view(keys, "k"), cuda_view(values, "v"), 0, codes.data_ptr(), steps, first)
     store = device.stores[0]
     kernels.write_tokens(
         store.head_dim,
@@ -458,7 +456,7 @@ def run_append(
         group=GROUP,
         scale=store.head_dim**-0.5,
         softcap=0.0,
-        observed=kernels.OBSERVED["mass"],
+        observed=OBSERVED["mass"],
         in_blocks=store.in_blocks,
     )
     queries, keys, values, out, lse = map(to_torch, (q, k, v, out0.copy(), lse0.copy()))
@@ -477,7 +475,7 @@ def freeze(device: Any, dtype: str, part: list[np.ndarray], first: int, before: 
     wide += [torch.zeros(n, before + steps, dtype=torch.uint8, device="cuda") for n in (BATCH, len(codes))]
     wide.append(torch.zeros(BATCH, before + steps, dtype=torch.int32, device="cuda"))
     views = cuda_view(k, "k"), cuda_view(v, "v")
-    fresh = kernels.new_tokens(*views, mask.data_ptr(), codes.data_ptr(), steps, first)
+    fresh = new_tokens(*views, mask.data_ptr(), codes.data_ptr(), steps, first)
     kernels.freeze_means(
         64, dtype, 0, device.states_pointer, BATCH, fresh, [x.data_ptr() for x in wide], before, 0,
         lookahead=1, force=False, queries=cuda_view(q, "q"), in_blocks=device.stores[0].in_blocks,

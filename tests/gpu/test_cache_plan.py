@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvlab.cache.store import STATE
 from kvlab.ops.cuda import plan
+from kvlab.ops.layer_state import STATE
 from kvlab.ops.plan import PlanShape, crop_bounds, decode_bounds
 from kvlab.reference.cache_layer import RETRY, Change, Layer, Tokens
 from tests.planner_simulation import LADDERS, PAGE, Simulation, draw_tokens, empty_layer, run_budget

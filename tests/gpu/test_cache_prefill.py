@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvlab.arrays import to_device
-from kvlab.cache.store import UNIT
 from kvlab.ops.cuda import pages as kernels
+from kvlab.ops.layer_state import UNIT
 from tests.gpu.packed_cases import DTYPES, to_numpy
 from tests.gpu.test_cache_kernels import (
     BATCH,

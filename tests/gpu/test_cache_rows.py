@@ -9,8 +9,9 @@ import pytest
 
 from kvlab.arrays import dtype_name
 from kvlab.cache.cpu import CPU
-from kvlab.cache.frame import FRAME
-from kvlab.cache.store import MOVED, DeviceStore, move_rows, reorder_rows
+from kvlab.cache.store import DeviceStore, move_rows, reorder_rows
+from kvlab.ops.frame import FRAME
+from kvlab.ops.layer_state import MOVED
 from tests.gpu.packed_cases import to_torch
 from tests.gpu.test_cache import draw, make, step
 from tests.held import check_store, contents_of

@@ -16,8 +16,8 @@ from kvlab.numba_kernels.cpu.cache_write import follow_mass
 
 from kvlab import last_backend
 from kvlab.arrays import cuda_view
-from kvlab.cache.cpu import _scale_of_importance
 from kvlab.cache.importance import MOST_TOKENS, SPAN, weight_of_collection
+from kvlab.ops.cpu.scores import scale_of_importance
 from kvlab.ops.cuda.packed import kept_quad_bytes
 from kvlab.ops.cuda.scores import score_new, score_norms, score_stored
 from kvlab.ops.packed import mass_from_scores
@@ -219,7 +219,7 @@ def test_codes_are_those_of_the_cpu_for_the_same_mass(importance: str, tokens: i
     )  # fmt: skip
     follow_mass(
         tables_of(layer), np.exp2(orders).astype(np.float32), layer.seqlen, np.float32(take), span,
-        importance == "forecast", *_scale_of_importance(),
+        importance == "forecast", *scale_of_importance(),
     )  # fmt: skip
     assert np.array_equal(device.table(0, "arena"), layer.arena)
 

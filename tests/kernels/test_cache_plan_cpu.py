@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from kvlab.numba_kernels.cpu.cache_groups import NewTokens, Rules
 from kvlab.numba_kernels.cpu.cache_plan import choose_levels, count_tokens, finish_plan
 
-from kvlab.cache.cpu import chunks_of, levels_of
 from kvlab.cache.ladder import LayerFormat, parse_bits
 from kvlab.cache.reallocation import ladder_of
+from kvlab.ops.cpu.plan import chunks_of, levels_of
 from kvlab.ops.plan import choose_optimum
 from kvlab.reference.cache_layer import RETRY, SEGMENT, Change, Ladder, Layer, Tokens
 from kvlab.reference.cache_plan import Choose, by_price, plan, uniform

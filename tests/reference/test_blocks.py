@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvlab.cache.frame import exponent_of, key_gain, key_mean, key_order, key_shift
+from kvlab.ops.frame import exponent_of, key_gain, key_mean, key_order, key_shift
 from kvlab.reference import blocks
 from kvlab.reference.blocks import FACTORS, KeyFrame, decode_blocks, encode_blocks, rotate_in_blocks
 from kvlab.reference.pages import STEPS, rotate_values

@@ -61,7 +61,7 @@ _BLOCK_TOP = 17
 
 
 class Frames(NamedTuple):
-    """Frames of keys, one a (row, KV head): see `kvlab.cache.frame`."""
+    """Frames of keys, one a (row, KV head): see `kvlab.ops.frame`."""
 
     sums: np.ndarray  # float32 (m * head_dim,), of `_sum_whole`: the transforms of the scaled means
     most: np.ndarray  # float32 (m,), the largest magnitudes of these means

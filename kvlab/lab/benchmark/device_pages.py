@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvlab.cache.frame import FRAME
+from kvlab.ops.frame import FRAME
 from kvlab.pages import QUAD, TOKENS_PER_PAGE, PageLayout, Width, width_number
 from kvlab.reference.packed import packed_attention
 

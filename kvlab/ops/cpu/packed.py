@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import Array, ArrayT, like_first, to_numpy_view
+from kvlab.arrays import Array, ArrayT, CudaView, like_first, to_numpy_view
+from kvlab.ops.cpu.layer import array_at, view_at
 from kvlab.ops.packed import Layout, PackedAttention, Pages, Window
 from kvlab.pages import QUAD, TOKENS_PER_PAGE
 from kvlab.threads import run_parallel
 
-__all__ = ["attend", "attend_into", "mass"]
+__all__ = ["AttendCall", "attend", "attend_into", "mass"]
 
 ROWS_AT_ONCE = 4
 """Query rows that one expansion of a page serves on the CPU: what its registers hold."""
@@ -279,3 +280,29 @@ def mass(scores: ArrayT, lse: Array, pages: Pages, group: int) -> ArrayT:
     alone = flat.size < _WORTH_SHARING // 16
     run_parallel(sum_mass, np.zeros(1, np.int64), flat, last, count, num_pages, group, mass, alone=alone)
     return like_first(mass.reshape(batch, kv_heads, QUAD * quads, TOKENS_PER_PAGE), scores)
+
+
+class AttendCall:
+    """Packed attention over the pages of one layer, as `kvlab.ops.cuda.packed.AttendCall`."""
+
+    def __init__(
+        self, pages: Any, *, scale: float, softcap: float, scores: Any = None,
+        window: Window | None = None,
+    ) -> None:  # fmt: skip
+        self._pages, self._scale, self._softcap = pages, scale, softcap
+        self._scores, self._window = scores, window
+
+    def use(self, workspace: Any, scores: Any) -> None:
+        """Keep scores elsewhere from now on."""
+        self._scores = scores
+
+    def __call__(self, view: CudaView, out: int, lse: int, stream: int) -> None:
+        """Attend with the queries of a view; write to contiguous float32 arrays at two addresses."""
+        (batch, steps, heads, _), (*bh, entries) = view.shape, self._pages.rung.shape
+        quads, slots = (*bh, entries // QUAD), QUAD * TOKENS_PER_PAGE
+        kept = np.empty((*quads, 0), np.float32) if self._scores is None else self._scores.view(np.float32)
+        results = array_at(out, view.shape, "float32"), array_at(lse, (batch, heads, steps), "float32")
+        attend_into(
+            *results, kept.reshape(*quads, kept.shape[-1] // slots, slots), view_at(view), self._pages,
+            heads // bh[1], self._scale, self._softcap, self._window,
+        )  # fmt: skip

@@ -19,7 +19,8 @@ from kvlab.device import compute_capability
 from kvlab.jit.build import arch_of, build
 from kvlab.jit.launch import Kernel, PreparedLaunch, load
 from kvlab.ops.device_arrays import shared_memory_per_block
-from kvlab.ops.plan import HULL, RUNGS, Ladder, PlanShape, choose_optimum, hulls_of
+from kvlab.ops.layer_state import RUNGS
+from kvlab.ops.plan import HULL, Ladder, PlanShape, choose_optimum, hulls_of
 from kvlab.pages import TOKENS_PER_PAGE
 
 __all__ = [

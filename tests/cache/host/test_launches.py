@@ -9,8 +9,8 @@ import pytest
 
 from kvlab.arrays import CudaView
 from kvlab.cache.ladder import Rung
-from kvlab.cache.store import STATE
 from kvlab.ops.cuda import pages as kernels
+from kvlab.ops.layer_state import STATE
 
 
 def test_an_append_without_queries_has_none_of_a_step_before(monkeypatch: pytest.MonkeyPatch) -> None:

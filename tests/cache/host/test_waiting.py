@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvlab.cache.cache import MixedPrecisionCache
-from kvlab.cache.frame import LAST, key_mean
+from kvlab.ops.frame import LAST, key_mean
 from tests.cache.host.cases import DIM, HEADS, LAYERS, check_state, draw, make, step
 from tests.cache.host.noted import Kernels
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from kvlab.cache.frame import FRAME
 from kvlab.lab.benchmark import run as benchmark
 from kvlab.lab.benchmark.baseline import Options
 from kvlab.lab.benchmark.decode_cuda import LADDERS
 from kvlab.lab.benchmark.decode_figure import draw
 from kvlab.lab.benchmark.device_pages import Shape, draw_pages, relative_error
+from kvlab.ops.frame import FRAME
 from kvlab.reference.packed import packed_attention
 
 SHAPE = Shape(2, 640, num_heads_q=4, num_heads_kv=2, head_dim=64)

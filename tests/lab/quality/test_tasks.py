@@ -11,7 +11,6 @@ import torch
 from scipy.special import log_softmax
 from transformers import DynamicCache
 
-from kvlab.cache.frame import LAST
 from kvlab.lab.quality.cases import held, opponents, uniform
 from kvlab.lab.quality.divergence import diverge, floor
 from kvlab.lab.quality.free_running import free_run
@@ -23,6 +22,7 @@ from kvlab.lab.quality.schedule import Schedule
 from kvlab.lab.quality.stress import large_channels, shifted_keys
 from kvlab.lab.quality.tasks import run_tasks
 from kvlab.lab.quality.text import Windows, cut_windows
+from kvlab.ops.frame import LAST
 
 SCHEDULE = Schedule(prefill=96, scored=16)
 

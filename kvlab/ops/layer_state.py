@@ -1,0 +1,82 @@
+"""What kernels are told of a layer of a cache and of new tokens, on every device: sizes, structs, names.
+
+The structs are those of kernels/cuda/pages/state.cuh. A store (kvlab/cache/store.py) lays them down.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvlab.arrays import CudaView
+from kvlab.ops.frame import FRAME
+
+__all__ = [
+    "MAX_STEPS",
+    "MOVED",
+    "NEW_TOKENS",
+    "NUMBERS",
+    "OBSERVED",
+    "OPEN_PAGES",
+    "ROWS",
+    "RUNGS",
+    "STATE",
+    "UNIT",
+    "WAITING_ENTRIES",
+    "WAITING_PAGES",
+    "new_tokens",
+]
+
+UNIT = 16
+"""Bytes that the `index` of the page table counts."""
+OPEN_PAGES, WAITING_PAGES, WAITING_ENTRIES = 2, 5, 8
+RUNGS = 16
+
+_RUNG = np.dtype([("record", "u4"), ("per_slab", "u4"), ("bits_k", "u2"), ("bits_v", "u2"), ("tail", "u4")])
+_POINTERS = (
+    "arena", "rung", "count", "index", "base", "num_pages", "k_mean", "k_shift", "exponent", "k_order",
+    "k_gain", "asked", "waits", "open", "seqlen", "used", "slab_count", "slabs", "free_slabs", "num_free",
+    "entry_of", "slab_slot", "budget", "status", "waiting",
+)  # fmt: skip
+NUMBERS = (
+    "batch", "heads", "entries", "num_rungs", "max_slabs", "max_pages", "slab_units", "evicts",
+    "sliding_window",
+)  # fmt: skip
+STATE = np.dtype(
+    [("rungs", _RUNG, RUNGS), *((name, "u8") for name in _POINTERS), *((name, "i4") for name in NUMBERS)],
+    align=True,
+)
+"""`LayerState` of pages/state.cuh."""
+MAX_STEPS = 16
+"""Tokens of a row that one append can take."""
+OBSERVED = {"mass": 0, "norm": 1, "one": 2}
+"""What the importance of a new token is: attention mass, 1 / norm of its key, 1."""
+ROWS = {"all": 0, "waiting": 1, "others": 2}
+"""Which rows an append serves."""
+
+MOVED = ("rung", "count", "index", "base", "num_pages", *FRAME, "asked", "waits", "open", "seqlen")
+"""Tables that say what a row holds; all of them lie before `used` in the memory of tables."""
+
+_STRIDES = ("k_batch", "k_step", "k_head", "v_batch", "v_step", "v_head")
+NEW_TOKENS = np.dtype(
+    [
+        *((name, "u8") for name in ("k", "v", "valid", "importance")),
+        *((name, "i8") for name in _STRIDES),
+        ("steps", "i4"),
+        ("first", "i4"),
+        ("positions", "u8"),
+    ]
+)
+"""`NewTokens` of pages/state.cuh."""
+
+
+def new_tokens(
+    k: CudaView, v: CudaView, valid: int, importance: int, steps: int, first: int, positions: int = 0
+) -> Any:
+    """A `NewTokens` struct; without `positions`, an address, they are `first`, `first + 1` and so on."""
+    fresh = np.zeros(1, NEW_TOKENS)
+    numbers = (k.pointer, v.pointer, valid, importance, *k.strides[:3], *v.strides[:3])
+    fresh.view(np.int64)[:10] = numbers
+    fresh["steps"], fresh["first"], fresh["positions"] = steps, first, positions
+    return fresh[0]
