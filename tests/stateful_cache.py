@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.cache.reallocation import LOOKAHEAD
-from tests.held import check_store, contents_of, pages_of, positions
+from tests.cache_contents import check_store, contents_of, pages_of, positions
 from tests.twins import padding
 
 LONGEST, MAX_NEW = 600, 130

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.errors import BudgetError
 from kvlab.ops.frame import FRAME
-from tests.held import contents_of, pages_of
+from tests.cache_contents import contents_of, pages_of
 
 LAYERS, HEADS, GROUP, LONGEST = 2, 2, 2, 600
 LADDERS = {

@@ -32,7 +32,7 @@ from kvlab.engine.geometry import published
 from kvlab.engine.weights import Weights, draw
 from kvlab.lab.results import provenance
 
-ROOM, WARM_UP = 256, 40  # tokens: all kinds of steps are recorded within 40
+LOOKAHEAD, WARM_UP = 256, 40  # tokens: all kinds of steps are recorded within 40
 BITS: dict[str, dict[str, Any]] = {
     "mixed": {"bits": (4, 8), "cache_budget": 0.3},
     "4": {"bits": 4, "cache_budget": 0.3},
@@ -96,7 +96,7 @@ def engine_alone(executor: Any) -> Callable[[], None]:
 def decode(weights: Callable[[], Weights], kind: str, batch: int, tokens: int, steps: int) -> dict[str, Any]:
     geometry = weights().geometry
     decoder = Decoder(
-        weights(), batch=batch, max_seqlen=tokens + ROOM, device="cuda", **BITS[kind]
+        weights(), batch=batch, max_seqlen=tokens + LOOKAHEAD, device="cuda", **BITS[kind]
     )  # fmt: skip
     executor, cache = decoder._executor, decoder.cache
     assert cache is not None

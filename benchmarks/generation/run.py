@@ -34,7 +34,7 @@ from kvlab.integrations.transformers import ATTENTION, KVLabCache, register
 from kvlab.lab.results import provenance
 from kvlab.lab.timing_gpu import recorded, time_by_events
 
-BITS, BUDGET, ROOM = (4, 8), 0.3, 128
+BITS, BUDGET, LOOKAHEAD = (4, 8), 0.3, 128
 SHORT, SHORT_BITS = 4096, (2, 4, 8)  # up to this length open pages at 8 bits leave less than 4 bits to others
 WARM_UP = 20  # steps: both kinds of a graph are recorded within 17
 HEADS_Q, HEADS, DIM = 32, 8, 128
@@ -78,7 +78,7 @@ def dense_cache(config: LlamaConfig, batch: int, n: int) -> DynamicCache:
 
 def packed_cache(config: LlamaConfig, batch: int, n: int) -> KVLabCache:
     bits = SHORT_BITS if n <= SHORT else BITS
-    options: dict[str, Any] = {"budget": BUDGET, "bits": bits, "max_seqlen": n + ROOM}
+    options: dict[str, Any] = {"budget": BUDGET, "bits": bits, "max_seqlen": n + LOOKAHEAD}
     cache = KVLabCache(config, **options)
     packed = kvlab.MixedPrecisionCache(
         config.num_hidden_layers, HEADS_Q, HEADS, DIM, batch=batch, dtype="bfloat16", device="cuda", **options
@@ -155,8 +155,8 @@ def device_times(packed: kvlab.MixedPrecisionCache) -> dict[str, float]:
     k, v = tokens(packed.batch, 1)
     views = [cuda_view(x, "x") for x in (q, k, v)]
     out, lse = torch.empty_like(q), torch.empty(packed.batch, HEADS_Q, 1, device="cuda")
-    share = packed._limit.row_budget(packed.seqlen, packed.batch)
-    device.reallocate(1, share)
+    row_budget = packed._limit.row_budget(packed.seqlen, packed.batch)
+    device.reallocate(1, row_budget)
     calls = [device.calls.step(i, q, 1, DIM**-0.5, 0.0, "mass", False) for i in range(layers)]
 
     def attend(stream: int) -> None:
@@ -171,7 +171,7 @@ def device_times(packed: kvlab.MixedPrecisionCache) -> dict[str, float]:
         return recorded(lambda: work(torch.cuda.current_stream().cuda_stream))
 
     works = {"attend_us": on_current_stream(attend), "append_us": on_current_stream(append)}
-    works["plan_us"] = lambda: device.reallocate(1, share)
+    works["plan_us"] = lambda: device.reallocate(1, row_budget)
     return {
         name: 1e6 * time_by_events({name: work}, repeats=8, warm=False)[name].median / layers
         for name, work in works.items()

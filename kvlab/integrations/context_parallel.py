@@ -65,7 +65,7 @@ class Enabled:
                 f"{type(model).__name__} does not take its attention function from "
                 "transformers.AttentionInterface"
             )
-        model.forward = self._share
+        model.forward = self._forward_divided
         parameters: list[Any] = [p for p in model.parameters() if p.requires_grad]
         self._hooks = [p.register_hook(self._sum) for p in parameters]
 
@@ -81,7 +81,7 @@ class Enabled:
         dist.all_reduce(total, group=self._group)
         return total
 
-    def _share(
+    def _forward_divided(
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,

@@ -218,9 +218,9 @@ def rotate_new(
         As in `flash_attn_with_kvcache`.
     """
     before = rows.lengths if rows.starts is None else rows.lengths - rows.starts
-    steps = torch.arange(max(rows.num_new, q.shape[1], 1), device=q.device)
+    offsets = torch.arange(max(rows.num_new, q.shape[1], 1), device=q.device)
     # A GPU has not looked at lengths, so positions may lie beyond the tables.
-    positions = (before.long()[:, None] + steps).clamp(max=max(len(cos) - 1, 0))
+    positions = (before.long()[:, None] + offsets).clamp(max=max(len(cos) - 1, 0))
     own = positions[:, :1] if one_position else positions[:, : q.shape[1]]
     return _rotate(q, own, cos, sin, interleaved), _rotate(
         k, positions[:, : rows.num_new], cos, sin, interleaved

@@ -182,7 +182,7 @@ class SharedCache:
         if number == 0:
             self._check_whole()
         valid = None
-        if not self.unmasked and (mask is not None or self.padding.steps is not None):
+        if not self.unmasked and (mask is not None or self.padding.valid is not None):
             valid = self.padding.extend(mask, batch, self.lengths[number], new, self.windows[number])
         asked = q.dtype
         if q.is_cuda:
@@ -228,7 +228,7 @@ class SharedCache:
     def reorder(self, rows: torch.Tensor) -> None:
         if self.cache is not None:
             self.cache.reorder(rows.cpu())
-            self.padding.take(lambda steps: steps[rows])
+            self.padding.take(lambda valid: valid[rows])
 
     def select(self, rows: torch.Tensor) -> None:
         if self.cache is not None:
@@ -239,9 +239,9 @@ class SharedCache:
                     f"indices={rows} names rows beyond those of a batch of {self.cache.batch}"
                 ) from None
             self.cache.select(rows)
-            self.padding.take(lambda steps: steps[rows])
+            self.padding.take(lambda valid: valid[rows])
 
     def repeat(self, n: int) -> None:
         if self.cache is not None:
             self.cache.repeat(n)
-            self.padding.take(lambda steps: steps.repeat_interleave(n, 0))
+            self.padding.take(lambda valid: valid.repeat_interleave(n, 0))

@@ -21,12 +21,12 @@ class Padding:
 
     Attributes
     ----------
-    steps : (batch, time steps) bool tensor or None
+    valid : (batch, time steps) bool tensor or None
         False: padding. None: there is none.
     """
 
     def __init__(self) -> None:
-        self.steps: torch.Tensor | None = None
+        self.valid: torch.Tensor | None = None
         self._last: dict[int, tuple[torch.Tensor, int, torch.Tensor | None]] = {}  # by the window
 
     def extend(
@@ -73,7 +73,7 @@ class Padding:
         if mask is None:
             if old is not None and not old.all():
                 raise ValueError("the cache holds rows with padding: pass the attention_mask of all tokens")
-            self.steps = None  # the rows or time steps with padding are gone
+            self.valid = None  # the rows or time steps with padding are gone
             return None
         visible = _visible(mask, batch, length - first, new, window)
         before = visible[:, : length - first]
@@ -85,26 +85,26 @@ class Padding:
         if old is None and visible.all():
             return None
         passed = visible.new_ones(batch, first) if old is None else old[:, :first]
-        self.steps, new_ones = torch.cat([passed, visible], 1), visible[:, length - first :]
+        self.valid, new_ones = torch.cat([passed, visible], 1), visible[:, length - first :]
         return None if new_ones.all() else new_ones.contiguous()
 
     def seen(self, length: int) -> torch.Tensor | None:
         """The padding of the first `length` time steps; those of a step that was refused may lie behind."""
-        return None if self.steps is None else self.steps[:, :length]
+        return None if self.valid is None else self.valid[:, :length]
 
     def add_token(self, length: int) -> None:
         """Add a time step without padding behind `length` others."""
         seen = self.seen(length)
-        self.steps = None if seen is None else torch.cat([seen, torch.ones_like(seen[:, :1])], 1)
+        self.valid = None if seen is None else torch.cat([seen, torch.ones_like(seen[:, :1])], 1)
         self._last = {}
 
     def crop(self, length: int) -> None:
         """Forget all but the first `length` time steps."""
-        self.steps, self._last = self.seen(length), {}
+        self.valid, self._last = self.seen(length), {}
 
     def take(self, rows: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Rearrange the rows."""
-        self.steps = None if self.steps is None else rows(self.steps)
+        self.valid = None if self.valid is None else rows(self.valid)
         self._last = {}
 
 

@@ -206,9 +206,9 @@ class KVLabCache(Cache):
 
     def check_step(self, mask: torch.Tensor) -> None:
         """Refuse a mask, (B, tokens), that hides the next token, or other ones than when they came."""
-        steps = self._shared.padding.seen(self.get_seq_length())
+        valid = self._shared.padding.seen(self.get_seq_length())
         new = torch.ones_like(mask[:, :1], dtype=torch.bool)
-        seen = new.expand(-1, self.get_seq_length()) if steps is None else steps
+        seen = new.expand(-1, self.get_seq_length()) if valid is None else valid
         if not torch.equal(mask.bool(), torch.cat([seen, new], 1)):
             raise ValueError(
                 "attention_mask of a recorded step must be that of the tokens so far and 1 for the new ones"

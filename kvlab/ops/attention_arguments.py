@@ -96,8 +96,8 @@ def is_capped(scores: Scores) -> bool:
 
 def is_aligned(view: CudaView) -> bool:
     """Whether every row of the last axis begins at a multiple of 16 bytes."""
-    steps = (step for step, size in zip(view.strides[:-1], view.shape[:-1], strict=True) if size > 1)
-    return view.pointer % 16 == 0 and view.shape[-1] % 8 == 0 and all(step % 8 == 0 for step in steps)
+    strides = (stride for stride, size in zip(view.strides[:-1], view.shape[:-1], strict=True) if size > 1)
+    return view.pointer % 16 == 0 and view.shape[-1] % 8 == 0 and all(stride % 8 == 0 for stride in strides)
 
 
 def can_be_mapped(view: CudaView) -> bool:
@@ -136,11 +136,14 @@ def encoder_of(view: CudaView, rows: int, heads: int | None = None) -> Callable[
     from cuda.bindings import driver
 
     _, shape, strides, dtype, _ = view
-    steps = [2 * step if size > 1 else 16 for step, size in zip(strides, shape, strict=True)]
-    sizes, of_axes = [shape[-1], shape[-3], shape[-2], shape[0], 1], [2, steps[-3], steps[-2], steps[0], 16]
+    pitch = [2 * stride if size > 1 else 16 for stride, size in zip(strides, shape, strict=True)]
+    sizes, of_axes = (
+        [shape[-1], shape[-3], shape[-2], shape[0], 1],
+        [2, pitch[-3], pitch[-2], pitch[0], 16],
+    )
     if len(shape) == 3:
         sizes[1], sizes[3], sizes[4] = _END, shape[0] + 1, _END + 1
-        of_axes[4] = _WRAP - steps[0]
+        of_axes[4] = _WRAP - pitch[0]
     box = [64, rows, heads or 1, 1, 1]
     if heads is not None:
         for axes in (sizes, of_axes, box):

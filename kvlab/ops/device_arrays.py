@@ -22,7 +22,7 @@ __all__ = [
     "dense_pointer",
     "dense_strides",
     "launch",
-    "launch_in_turn",
+    "launch_sequence",
     "memory_bandwidth",
     "multiprocessors",
     "permuted",
@@ -143,10 +143,10 @@ def launch(
     shared_bytes: int = 0,
 ) -> None:
     """Launch on the device and the current stream of `like`; returns without waiting."""
-    launch_in_turn([(kernel, grid if isinstance(grid, tuple) else (grid,), block, args, shared_bytes)], like)
+    launch_sequence([(kernel, grid if isinstance(grid, tuple) else (grid,), block, args, shared_bytes)], like)
 
 
-def launch_in_turn(
+def launch_sequence(
     launches: Sequence[tuple[Any, tuple[int, ...], tuple[int, ...], Sequence[Any], int]], like: Any
 ) -> None:
     """As `launch`, kernels of one device in turn: kernel, grid, block, arguments, shared bytes of each."""

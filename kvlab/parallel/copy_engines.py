@@ -148,7 +148,7 @@ class Mailbox:
         column_bytes = itemsize * math.prod(like.shape[2:])
         row_bytes = columns * column_bytes
         nbytes = -(-most * row_bytes // _ALIGNMENT) * _ALIGNMENT  # of an array, the same on all ranks
-        self._make_room(len(outgoing) * nbytes)
+        self._reserve(len(outgoing) * nbytes)
         slot, use = self._uses % _SLOTS, self._uses // _SLOTS + 1
         cuts = range(0, columns, width)
         first = self._pieces[slot] + 1
@@ -232,7 +232,7 @@ class Mailbox:
         """Address of a flag of a rank."""
         return self._flags_of[of] + 4 * ((2 * slot + kind) * self._size + other)
 
-    def _make_room(self, nbytes: int) -> None:
+    def _reserve(self, nbytes: int) -> None:
         """Make slots as large as this, on all ranks at once; this waits for the GPU."""
         if nbytes <= self._nbytes:
             return

@@ -97,10 +97,10 @@ def tile_list(
     return tiles[order]
 
 
-def section_of(tiles: NDArray[Any], pairs: int, heads_kv: int, sections: int) -> NDArray[np.int64]:
-    """Return the section of each tile; section i begins at pair i * pairs // sections."""
+def section_of(tiles: NDArray[Any], num_bh: int, heads_kv: int, sections: int) -> NDArray[np.int64]:
+    """Return the section of each tile; section i begins at pair i * num_bh // sections."""
     pair = tiles["sequence"].astype(np.int64) * heads_kv + tiles["head_kv"]
-    of_tile: NDArray[np.int64] = ((pair + 1) * sections - 1) // max(pairs, 1)
+    of_tile: NDArray[np.int64] = ((pair + 1) * sections - 1) // max(num_bh, 1)
     return of_tile
 
 

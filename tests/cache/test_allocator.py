@@ -152,9 +152,9 @@ def test_arguments_are_left_alone_and_may_be_of_any_layout(case: AllocationCase)
 def test_greedy_is_within_two_percent_at_real_sizes(cost: tuple[int, ...], sigma: float, pages: int) -> None:
     error = (1.0, 0.117, 0.0345, 0.0095, 3.5e-5)[-len(cost) :]
     loss = np.random.default_rng(7).lognormal(0, sigma, (pages, 1)) * error
-    for share in (0.1, 0.3, 0.6, 0.9):
+    for fraction in (0.1, 0.3, 0.6, 0.9):
         case = AllocationCase(
-            loss, np.array(cost), int(pages * (cost[0] + share * (cost[-1] - cost[0]))), None
+            loss, np.array(cost), int(pages * (cost[0] + fraction * (cost[-1] - cost[0]))), None
         )
         dp, greedy = solve(case, "dp"), solve(case, "greedy")
         assert_allowed(case, dp)

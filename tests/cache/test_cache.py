@@ -18,7 +18,7 @@ from kvlab.pages import read_tokens
 from kvlab.reference.attention import attend_rows
 from kvlab.reference.codec import hadamard
 from kvlab.reference.pages import bit_address, value_signs
-from tests.held import entries_with_tokens, pages_of, tokens_in
+from tests.cache_contents import entries_with_tokens, pages_of, tokens_in
 
 LAYERS, HEADS_Q, HEADS, DIM = 2, 4, 2, 32
 

@@ -107,16 +107,16 @@ def carry_out(store: DeviceStore, arena: np.ndarray, moves: np.ndarray, new: dic
 class Driver:
     """One layer, its kernels, and what a host does with them."""
 
-    def __init__(self, kernels: Kernels, bits: str, dim: int, dtype: str, share: int | None) -> None:
+    def __init__(self, kernels: Kernels, bits: str, dim: int, dtype: str, row_budget: int | None) -> None:
         host = LayerFormat(parse_bits(bits, 1)[0], HEADS, dim, dtype)
         self.ladder, self.host = ladder_of(host), host
         self.kinds: set[tuple[int, int]] = set()  # of moves so far: rung from, rung to
         spare = spare_nbytes(BATCH, HEADS, self.ladder, 1 << 16)
         like = np.zeros(1, np.uint8)
-        shares = None if share is None else [share]
-        self.store = DeviceStore([host], BATCH, kernels, like, 2000, shares, lambda layer, slab: spare)
+        row_budgets = None if row_budget is None else [row_budget]
+        self.store = DeviceStore([host], BATCH, kernels, like, 2000, row_budgets, lambda layer, slab: spare)
         self.kernels = kernels.kernels(self.store)
-        self.store.tables["budget"][...] = share or 1 << 62
+        self.store.tables["budget"][...] = row_budget or 1 << 62
         self.shape = PlanShape(BATCH, HEADS, self.store.entries, len(host.ladder), host.evicts, 2, 1000)
 
     def draw(self, rng: np.random.Generator, n: int) -> dict[str, Any]:
@@ -165,11 +165,11 @@ class Driver:
         return [store.arenas[0].copy(), expected]
 
 
-def budget_of(bits: str, dim: int, dtype: str, tokens: int, share: float) -> int:
+def budget_of(bits: str, dim: int, dtype: str, tokens: int, fraction: float) -> int:
     """Bytes of a row between all pages at the lowest and all at the highest rung."""
     host = LayerFormat(parse_bits(bits, 1)[0], HEADS, dim, dtype)
     ladder = ladder_of(host)
-    more = share * HEADS * (tokens // TOKENS_PER_PAGE) * (ladder.cost[-1] - ladder.cost[0])
+    more = fraction * HEADS * (tokens // TOKENS_PER_PAGE) * (ladder.cost[-1] - ladder.cost[0])
     return ample_nbytes(tokens, HEADS, ladder, host.fixed_nbytes) + int(more)
 
 
@@ -178,15 +178,15 @@ def budget_of(bits: str, dim: int, dtype: str, tokens: int, share: float) -> int
     | st.tuples(st.sampled_from(IN_BLOCKS), st.sampled_from([64, 128])),
     dtype=st.sampled_from(["float16", "bfloat16", "float32"]),
     lengths=st.lists(st.integers(1, 300), min_size=1, max_size=3),
-    share=st.floats(0, 0.9),
+    fraction=st.floats(0, 0.9),
     seed=st.integers(0, 2**32 - 1),
 )
 @settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_moves_are_those_of_tokens_one_by_one(
-    kernels: Kernels, ladder: tuple[str, int], dtype: str, lengths: list[int], share: float, seed: int
+    kernels: Kernels, ladder: tuple[str, int], dtype: str, lengths: list[int], fraction: float, seed: int
 ) -> None:
     rng, (bits, dim) = np.random.default_rng(seed), ladder
-    driver = Driver(kernels, bits, dim, dtype, budget_of(bits, dim, dtype, sum(lengths), share))
+    driver = Driver(kernels, bits, dim, dtype, budget_of(bits, dim, dtype, sum(lengths), fraction))
     driver.store.tables["k_mean"][...] = rng.standard_normal((HEADS, dim))
     driver.store.tables["k_shift"][...] = rng.integers(0, 15, (HEADS, dim)) * (rng.random((HEADS, 1)) < 0.7)
     if bits in IN_BLOCKS:

@@ -33,13 +33,13 @@ from kvlab.reference.attention import attention
 from kvlab.reference.codec import hadamard
 from kvlab.reference.pages import value_signs
 from tests.cache.host.noted import Kernels
+from tests.cache_contents import tokens_in
 from tests.compare import (
     assert_accurate,
     low_precision_attention,
     low_precision_in_bases,
     wrong_attention,
 )
-from tests.held import tokens_in
 
 HEADS_Q, HEADS, DIM, LENGTH = 4, 2, 32, 150
 SPLITTINGS = st.lists(st.integers(1, LENGTH - 1), unique=True, max_size=6).map(

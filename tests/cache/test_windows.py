@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from kvlab import BudgetError, MixedPrecisionCache
 from kvlab.cache.reallocation import LOOKAHEAD
 from kvlab.reference import attention as reference
+from tests.cache_contents import contents_of, pages_of, positions
 from tests.compare import assert_accurate, low_precision_attention
-from tests.held import contents_of, pages_of, positions
 
 HEADS_Q, HEADS, DIM = 4, 2, 64
 

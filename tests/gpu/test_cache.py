@@ -21,10 +21,10 @@ from kvlab.ops.cuda import plan
 from kvlab.ops.frame import LAST, key_mean
 from kvlab.pages import encode_importance
 from kvlab.reference import packed as reference
+from tests.cache_contents import entries_with_tokens, failures_of_cache, pages_of, positions, seen_of
 from tests.compare import assert_accurate
 from tests.gpu.packed_cases import DTYPES, low_precision, to_numpy, to_torch
 from tests.gpu.test_cache_kernels import exact
-from tests.held import entries_with_tokens, failures_of_cache, pages_of, positions, seen_of
 
 LAYERS, HEADS, GROUP = 2, 2, 4
 

@@ -11,8 +11,8 @@ import pytest
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.cache.frames import KeyFrames
 from kvlab.ops.frame import FRAME
+from tests.cache_contents import contents_of
 from tests.gpu.packed_cases import to_torch
-from tests.held import contents_of
 
 HEADS_Q, HEADS, LAYERS = 8, 2, 2
 LADDERS: dict[str, Any] = {

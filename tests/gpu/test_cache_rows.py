@@ -12,9 +12,9 @@ from kvlab.cache.cpu import CPU
 from kvlab.cache.store import DeviceStore, move_rows, reorder_rows
 from kvlab.ops.frame import FRAME
 from kvlab.ops.layer_state import MOVED
+from tests.cache_contents import check_store, contents_of
 from tests.gpu.packed_cases import to_torch
 from tests.gpu.test_cache import draw, make, step
-from tests.held import check_store, contents_of
 
 ROWS = [[3, 2, 1, 0], [0, 0, 1, 2], [1, 1, 1, 1], [2, 0, 0, 3], [0, 1, 2, 3], [3, 3, 0, 0]]
 BITS: Any = (2, 3, 4, 8), ("k4220v2", "k4422v2", "k8422v3", "k8444v4", 8)

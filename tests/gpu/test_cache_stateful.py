@@ -8,10 +8,10 @@ import numpy as np
 from hypothesis import Phase, settings
 
 from kvlab.reference import packed as reference
+from tests.cache_contents import pages_of, seen_of
 from tests.compare import assert_accurate
 from tests.gpu.packed_cases import low_precision, to_numpy, to_torch
 from tests.gpu.test_cache import draw, make, step
-from tests.held import pages_of, seen_of
 from tests.stateful_cache import StatefulCache
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, L
 import kvlab
 from kvlab.integrations.decode_graph import DecodeGraph
 from kvlab.integrations.transformers import ATTENTION, KVLabCache, register
-from tests.held import pages_of
+from tests.cache_contents import pages_of
 
 CONFIG = LlamaConfig(
     vocab_size=128, hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

@@ -310,7 +310,7 @@ def test_masks_of_windows_and_of_full_attention_tell_the_same_padding(window: in
                 new_ones = valid[:, length:]
                 assert new_ones.all() if found is None else torch.equal(found, new_ones)
         length += new
-        assert padding.steps is None or torch.equal(padding.steps, valid)
+        assert padding.valid is None or torch.equal(padding.valid, valid)
     wrong = ~valid[:, None, None, -window:]
     with pytest.raises((NotImplementedError, ValueError), match="mask"):
         padding.extend(wrong, 2, length - 1, 1, window)

@@ -23,9 +23,9 @@ def codes_of(scores: NDArray[np.float32], reach: float) -> NDArray[np.uint8]:
     """`code_pair`, of scores in base 2 less the reference of the state; a step rounds once, as fma does."""
     top = np.float16(np.float32(255 / 256) - np.float32(reach) / np.float32(32)).astype(np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
-        share = (scores.astype(np.float16).astype(np.float64) / 32 + top).astype(np.float16)
-    share = np.clip(np.nan_to_num(share, nan=0.0), 0, 1).astype(np.float64)
-    return (share * 256 + 1024).astype(np.float16).view(np.uint16).astype(np.uint8)
+        p = (scores.astype(np.float16).astype(np.float64) / 32 + top).astype(np.float16)
+    p = np.clip(np.nan_to_num(p, nan=0.0), 0, 1).astype(np.float64)
+    return (p * 256 + 1024).astype(np.float16).view(np.uint16).astype(np.uint8)
 
 
 def read_back(codes: NDArray[np.uint8], reference: float) -> NDArray[Any]:

@@ -29,22 +29,22 @@ def quotient(x: Numbers, d: Numbers | int, ulps: int) -> Numbers:
     return ratio.astype(np.int64)
 
 
-def estimated_split(grid: int, pairs: Numbers | int, ulps: int = 0) -> tuple[Numbers, Numbers, Numbers]:
+def estimated_split(grid: int, num_bh: Numbers | int, ulps: int = 0) -> tuple[Numbers, Numbers, Numbers]:
     """`estimate_split`: sequence, first block and number of blocks, for every block."""
-    number = quotient((np.arange(grid) + 1) * pairs - 1, grid, ulps)
-    first = quotient(number * grid, pairs, ulps)
-    return number, first, quotient((number + 1) * grid, pairs, ulps) - first
+    number = quotient((np.arange(grid) + 1) * num_bh - 1, grid, ulps)
+    first = quotient(number * grid, num_bh, ulps)
+    return number, first, quotient((number + 1) * grid, num_bh, ulps) - first
 
 
 @pytest.mark.parametrize("ulps", [-2, 0, 2])
 def test_blocks_agree_on_the_bounds_of_sequences(ulps: int) -> None:
-    """All grids to 264 blocks and numbers of pairs to 256: a sequence ends where the next one begins."""
+    """All grids to 264 blocks and num_bh to 256: a sequence ends where the next one begins."""
     for grid in range(1, 265):
-        pairs = np.arange(1, min(grid, 256) + 1)[:, None]
-        number, first, num_splits = estimated_split(grid, pairs, ulps)
+        num_bh = np.arange(1, min(grid, 256) + 1)[:, None]
+        number, first, num_splits = estimated_split(grid, num_bh, ulps)
         block = np.arange(grid)
         assert (number[:, 0] == 0).all()
-        assert (number[:, -1] == pairs[:, 0] - 1).all()
+        assert (number[:, -1] == num_bh[:, 0] - 1).all()
         begins = np.diff(number, axis=1, prepend=-1)
         assert np.isin(begins, (0, 1)).all()
         assert (np.where(begins, block, first) == first).all()
@@ -75,11 +75,11 @@ class WorkRange:
 
 def split_kv(grid: int, lengths: list[int], blocks: int) -> tuple[list[WorkRange], int, int]:
     """`split_kv`: the range of every block, the quads in all, and how many blocks have any."""
-    pairs, longest, total = len(lengths), np.float32(max(lengths)), sum(lengths)
-    mean_of_fewest = np.float32(total) * np.float32(grid // pairs)
-    usual = blocks == 1 and pairs <= grid and longest > 0
+    num_bh, longest, total = len(lengths), np.float32(max(lengths)), sum(lengths)
+    mean_of_fewest = np.float32(total) * np.float32(grid // num_bh)
+    usual = blocks == 1 and num_bh <= grid and longest > 0
     if usual and longest * np.float32(grid) <= BALANCED * mean_of_fewest:
-        ranges = [WorkRange(0, 0, *map(int, x)) for x in zip(*estimated_split(grid, pairs), strict=True)]
+        ranges = [WorkRange(0, 0, *map(int, x)) for x in zip(*estimated_split(grid, num_bh), strict=True)]
         for b, range_ in enumerate(ranges):
             quads = lengths[range_.number]
             range_.num_splits = min(range_.num_splits, quads)
@@ -135,11 +135,11 @@ def work(grid: int, lengths: list[int], blocks: int) -> list[tuple[int, int]]:
     return list(zip(written.tolist(), semaphores.tolist(), strict=True))
 
 
-def check_what_is_known(grid: int, pairs: int, blocks: int, ranges: list[WorkRange]) -> None:
+def check_what_is_known(grid: int, num_bh: int, blocks: int, ranges: list[WorkRange]) -> None:
     """A block keeps quads that it read by its estimate: its only one, or all if num_splits is right."""
-    if blocks > 1 or pairs > grid:
+    if blocks > 1 or num_bh > grid:
         return
-    for b, (range_, *guess) in enumerate(zip(ranges, *estimated_split(grid, pairs), strict=True)):
+    for b, (range_, *guess) in enumerate(zip(ranges, *estimated_split(grid, num_bh), strict=True)):
         number, first, num_splits = map(int, guess)
         same = range_.num_splits and (range_.number, range_.first_cta) == (number, first)
         if same and (range_.end <= 1 or range_.num_splits == num_splits):
@@ -164,7 +164,7 @@ def test_every_quad_is_attended_once_and_every_sequence_written_once(
     assert all(outcome == (1, 0) for outcome in work(grid, lengths, blocks))
 
 
-@pytest.mark.parametrize("pairs", [1, 2, 4, 8, 16, 24, 32, 33, 64, 132, 133, 256])
-def test_equal_lengths_on_132_multiprocessors(pairs: int) -> None:
+@pytest.mark.parametrize("num_bh", [1, 2, 4, 8, 16, 24, 32, 33, 64, 132, 133, 256])
+def test_equal_lengths_on_132_multiprocessors(num_bh: int) -> None:
     for quads in (1, 2, 4, 5, 17, 64):
-        assert all(outcome == (1, 0) for outcome in work(132, [quads] * pairs, 1))
+        assert all(outcome == (1, 0) for outcome in work(132, [quads] * num_bh, 1))

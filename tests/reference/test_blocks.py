@@ -175,8 +175,8 @@ def test_errors_of_blocks_are_those_of_their_widths(
     whole = restored(found, frame)
     largest = np.square(k - k[4:64].mean(0)).sum()
     lost = np.square(whole - k).sum() / largest
-    shares = 0.95, 0.13, 0.02, 0.005
-    assert lost <= sum(1.5 * share * (ERROR[w] if w else 1) for share, w in zip(shares, profile, strict=True))
+    energies = 0.95, 0.13, 0.02, 0.005
+    assert lost <= sum(1.5 * part * (ERROR[w] if w else 1) for part, w in zip(energies, profile, strict=True))
     assert np.square(restored(found[::-1], frame) - k).sum() / largest > 0.3
 
 

@@ -12,7 +12,7 @@ head. Both compute p and slope, which makes 7 products instead of 5; but nothing
 sum waits in memory beyond scratch, and no row depends on its batch mates. Panels and tiles are those of
 cpu/tiles.py. Scratch memory of a thread at head_dim 128: 350 KiB in the first pass, 620 KiB in the second.
 
-`lse` and `out` may be those of more keys than there are here: then the gradients are this part's share.
+`lse` and `out` may be those of more keys than there are here: then the gradients are those of this part.
 """
 
 import numpy as np
@@ -73,8 +73,8 @@ def _probabilities(scores, slopes, keys, hidden, first, last, scale_log2, rate, 
             score = load(scores, at)
             weight = exp2(fused(score, splat(scale_log2), below))
             slope = weight * (load(slopes, at) - delta)
-            share = score * bent
-            slope = slope * (splat(_ONE) - share * share) if softcap > 0 else slope
+            tanh = score * bent
+            slope = slope * (splat(_ONE) - tanh * tanh) if softcap > 0 else slope
             store(scores, at, weight)
             store(slopes, at, where(splat(_LOWEST) > score, splat(_ZERO), slope))
 

@@ -17,7 +17,7 @@ import numba
 from numba import njit
 
 _lock = threading.Lock()
-_takes_turns = True  # until a first kernel has shown which layer Numba has taken
+_needs_lock = True  # until a first kernel has shown which layer Numba has taken
 
 
 def parallel_kernel(**options):
@@ -28,18 +28,18 @@ def parallel_kernel(**options):
 
         @wraps(compiled, updated=())
         def launch(*args):
-            return _launch_in_turn(compiled, args) if _takes_turns else compiled(*args)
+            return _launch_locked(compiled, args) if _needs_lock else compiled(*args)
 
         return launch
 
     return decorate
 
 
-def _launch_in_turn(compiled, args):
-    global _takes_turns
+def _launch_locked(compiled, args):
+    global _needs_lock
     with _lock:
         result = compiled(*args)
-        _takes_turns = numba.threading_layer() == "workqueue"
+        _needs_lock = numba.threading_layer() == "workqueue"
     return result
 
 

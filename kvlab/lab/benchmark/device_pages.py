@@ -44,12 +44,12 @@ def draw_pages(shape: Shape, mixture: Mixture, device: str = "cuda") -> SimpleNa
     """Return full pages of random codes in random order; the table of each sequence is sorted by width."""
     import torch
 
-    rungs = [(key if isinstance(key, tuple) else (key, key), share) for key, share in mixture.items()]
-    shares = sorted(rungs, key=lambda rung: (width_number(rung[0][0]), rung[0][1]))
+    rungs = [(key if isinstance(key, tuple) else (key, key), fraction) for key, fraction in mixture.items()]
+    in_order = sorted(rungs, key=lambda rung: (width_number(rung[0][0]), rung[0][1]))
     quads = shape.tokens // (QUAD * TOKENS_PER_PAGE)
     entries = QUAD * quads
-    layouts = tuple(PageLayout(shape.head_dim, *bits, 2) for bits, _ in shares)
-    bounds = QUAD * np.round(np.cumsum([0.0, *(share for _, share in shares)]) * quads).astype(int)
+    layouts = tuple(PageLayout(shape.head_dim, *bits, 2) for bits, _ in in_order)
+    bounds = QUAD * np.round(np.cumsum([0.0, *(fraction for _, fraction in in_order)]) * quads).astype(int)
     rung = torch.empty(shape.num_sequences, entries, dtype=torch.uint8, device=device)
     index = torch.empty(shape.num_sequences, entries, dtype=torch.int32, device=device)
     pools = []

@@ -25,7 +25,7 @@ _GAIN = 0.95  # of the time before, at most, for more blocks than needed
 
 # In a section of a list, at least: pairs by head dimension, tiles to each block. Measured to be best on an
 # H100 and an H200.
-_PAIRS_OF_SECTION = {64: 8, 96: 4, 128: 2, 256: 2}
+_BH_OF_SECTION = {64: 8, 96: 4, 128: 2, 256: 2}
 _TILES_OF_BLOCK, _TILES_OF_BLOCK_IN_ORDER = 0.9, 1.9
 
 # Of a deterministic call: rows of a run (LONGEST_RUN in kernels/cuda/attention/backward_steps_sm90.cuh), what
@@ -35,7 +35,7 @@ _RUN_BYTES, _BLOCKS_OF_PAIR = 16 << 20, 8
 
 
 def num_sections(
-    pairs: int, tiles: int, group: int, head_dim: int, blocks: int, causal: bool, deterministic: bool
+    num_bh: int, tiles: int, group: int, head_dim: int, blocks: int, causal: bool, deterministic: bool
 ) -> int:
     """Return into how many sections the list of a call on Hopper is divided, no blocks of which share keys.
 
@@ -46,7 +46,7 @@ def num_sections(
 
     Parameters
     ----------
-    pairs : int
+    num_bh : int
     tiles : int
         Of a pair.
     group : int
@@ -75,12 +75,12 @@ def num_sections(
         return 1
     of_block = _TILES_OF_BLOCK_IN_ORDER if deterministic else _TILES_OF_BLOCK
     least = math.ceil(of_block * blocks / max(1, tiles))
-    most = max(1, pairs // max(_PAIRS_OF_SECTION[head_dim], least))
+    most = max(1, num_bh // max(_BH_OF_SECTION[head_dim], least))
     if not deterministic:
         return most
     bytes_of_run = 8 * group * _ROWS_OF_RUN[head_dim] * head_dim  # Q, dout, and dq in float32
     fit = min(_RUN_BYTES // bytes_of_run, blocks // _BLOCKS_OF_PAIR)
-    return min(most, math.ceil(pairs / max(1, fit)))
+    return min(most, math.ceil(num_bh / max(1, fit)))
 
 
 def steps_of(

@@ -97,13 +97,13 @@ class _Rows:
         to, lse, new, new_lse = map(view_of, kinds, ("out", "lse", "new_out", "new_lse"))
         count, heads, dim = new.shape
         vector = 4 if new.dtype == "float32" else 8
-        steps = (
+        offsets = (
             to.pointer,
             new.pointer,
             *(x.strides[axis] * 2 for x in (to, new) for axis in (0, 1)),
             2 * dim,
         )
-        if any(step % 16 for step in steps):
+        if any(offset % 16 for offset in offsets):
             vector = 1
         lanes = next(n for n in (1, 2, 4, 8, 16, 32) if n * vector >= dim or n == 32)
         wide = to.dtype == "float32" and new.dtype != "float32"

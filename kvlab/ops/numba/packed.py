@@ -45,9 +45,9 @@ class Workspace:
     partial: Any
 
 
-def make_workspace(like: Any, pairs: int, query_rows: int, head_dim: int) -> Workspace:
-    """Allocate the workspace of calls with so many (row, KV head) pairs and query rows (seqlen_q * group)."""
-    sequences = pairs * _row_blocks(query_rows, head_dim)
+def make_workspace(like: Any, num_bh: int, query_rows: int, head_dim: int) -> Workspace:
+    """Allocate the workspace of calls with so many (row, KV head) and query rows (seqlen_q * group)."""
+    sequences = num_bh * _row_blocks(query_rows, head_dim)
     blocks = max(sequences, _MAX_BLOCKS * multiprocessors(cuda_view(like, "q").device))
     shape = (blocks * _WARPS, _MAX_ROUNDS, rows_at_once(query_rows, head_dim), head_dim + 2)
     return Workspace(empty(shape, "float32", like))
@@ -113,8 +113,8 @@ def _kernels(
     return attend_kernel, merge_kernel, blocks * multiprocessors(device)
 
 
-def shares_of(sequences: int, quads: int, slots: int) -> int:
-    """Return how many blocks share a sequence: they fill the device once, and have a quad a warp at least."""
+def num_splits_of(sequences: int, quads: int, slots: int) -> int:
+    """Return how many blocks a sequence is split over: all fill the device once, and have a quad a warp."""
     return max(1, min(slots // max(sequences, 1), -(-quads // _WARPS)))
 
 
@@ -129,12 +129,12 @@ def table_arguments(layouts: tuple[Layout, ...], pools: list[int]) -> tuple[list
 
     Returns
     -------
-    places : list of int64
+    pool_offsets : list of int64
         Where each pool begins, in words from the first; `MAX_RUNGS` of them.
     bits_k, bits_v : int64
         Four bits a rung, the first lowest; 0 is width 16, and a profile is its number from 1 on.
     """
-    places = [(pool - pools[0]) // 4 for pool in pools] + [0] * (MAX_RUNGS - len(pools))
+    pool_offsets = [(pool - pools[0]) // 4 for pool in pools] + [0] * (MAX_RUNGS - len(pools))
     in_blocks = dict.fromkeys(layout.bits_k for layout in layouts if layout.in_blocks)
     if len(in_blocks) > 15:
         raise NotImplementedError(
@@ -145,7 +145,7 @@ def table_arguments(layouts: tuple[Layout, ...], pools: list[int]) -> tuple[list
     bits_k = sum(width << 4 * r for r, width in enumerate(widths_k))
     bits_v = sum((layout.bits_v % 16) << 4 * r for r, layout in enumerate(layouts))
     signed = np.array([bits_k, bits_v], np.uint64).view(np.int64)
-    return [np.int64(place) for place in places], signed[0], signed[1]
+    return [np.int64(offset) for offset in pool_offsets], signed[0], signed[1]
 
 
 def attend(
@@ -197,20 +197,20 @@ def attend(
         layouts, pages.dtype, query_rows, softcap > 0, kept > 0, window is not None, view.device
     )
     row_blocks = _row_blocks(query_rows, head_dim)
-    shares = shares_of(batch * kv_heads * row_blocks, quads, slots)
+    num_splits = num_splits_of(batch * kv_heads * row_blocks, quads, slots)
     views = [cuda_view(pool, "pages.pools") for pool in pages.pools]
     if max(math.prod(view.shape) for view in views) > 1 << 36:
         raise NotImplementedError(
             "a pool of more than 64 GiB is more than the kernel can address: use fewer rows"
         )
     pools = [view.pointer for view in views]
-    places, bits_k, bits_v = table_arguments(layouts, pools)
+    pool_offsets, bits_k, bits_v = table_arguments(layouts, pools)
     tables = [
         cuda_view(getattr(pages, name), f"pages.{name}").pointer
         for name in ("rung", "count", "index", "num_pages", "k_mean", "k_shift")
     ]
     partial = cuda_view(workspace.partial, "workspace").pointer
-    kept_scores = 0 if scores is None else cuda_view(scores, "scores").pointer
+    saved_scores = 0 if scores is None else cuda_view(scores, "scores").pointer
     base, first, left = 0, 0, 0
     if window:
         base, left = cuda_view(pages.base, "pages.base").pointer, window.left
@@ -223,17 +223,17 @@ def attend(
         )
     stream = current_stream(q)
     attend_parts(
-        (row_blocks * shares, kv_heads, batch), (32 * _WARPS,),
-        (pools[0], *places, np.int32(getattr(pages, "unit", 0) // 16), bits_k, bits_v, *tables,
-         view.pointer, *map(np.int64, view.strides[:3]), partial, kept_scores,
-         *map(np.int32, (shares, quads, query_rows, group, kept)), np.float32(scale), np.float32(softcap),
+        (row_blocks * num_splits, kv_heads, batch), (32 * _WARPS,),
+        (pools[0], *pool_offsets, np.int32(getattr(pages, "unit", 0) // 16), bits_k, bits_v, *tables,
+         view.pointer, *map(np.int64, view.strides[:3]), partial, saved_scores,
+         *map(np.int32, (num_splits, quads, query_rows, group, kept)), np.float32(scale), np.float32(softcap),
          base, first, np.int32(left), exponent, k_order, k_gain),
         0, stream,
     )  # fmt: skip
     merge_parts(
         (query_rows, kv_heads, batch), (_MERGE_THREADS,),
         (partial, cuda_view(out, "out").pointer, cuda_view(lse, "lse").pointer,
-         *map(np.int32, (shares * _WARPS, query_rows, group)), exponent),
+         *map(np.int32, (num_splits * _WARPS, query_rows, group)), exponent),
         0, stream,
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ import numpy as np
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.ops.attention import merge_attention
 from kvlab.ops.packed import packed_attention
-from tests.held import pages_of, positions, seen_of
+from tests.cache_contents import pages_of, positions, seen_of
 
 LAYERS, HEADS, GROUP, DIM = 2, 2, 2, 64
 

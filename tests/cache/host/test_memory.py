@@ -16,7 +16,7 @@ from tests.allocations import fail_everywhere
 from tests.cache.host.cases import HEADS, check_state, draw, make, step
 from tests.cache.host.noted import Kernels
 from tests.cache.host.test_tight import tight_cache
-from tests.held import failures_of_cache, pages_of
+from tests.cache_contents import failures_of_cache, pages_of
 
 NO_MEMORY = MemoryError("no memory")
 

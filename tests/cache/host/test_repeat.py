@@ -11,7 +11,7 @@ from kvlab.cache import runner
 from kvlab.cache.cache import MixedPrecisionCache
 from tests.cache.host.cases import LAYERS, check_state, draw, make, step
 from tests.cache.host.noted import Kernels
-from tests.held import pages_of
+from tests.cache_contents import pages_of
 
 
 def test_recorded_steps(kernels: Kernels) -> None:

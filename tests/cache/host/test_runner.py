@@ -22,7 +22,7 @@ from kvlab.ops.plan import PlanShape
 from kvlab.pages import encode_importance
 from tests.cache.host.cases import DIM, GROUP, HEADS, LAYERS, check_state, draw, make, step
 from tests.cache.host.noted import Kernels
-from tests.held import entries_with_tokens, pages_of, positions, tokens_in
+from tests.cache_contents import entries_with_tokens, pages_of, positions, tokens_in
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import Phase, settings
 from kvlab.ops.packed import packed_attention
 from tests.cache.host.cases import draw, make, step
 from tests.cache.host.noted import install
-from tests.held import pages_of, seen_of
+from tests.cache_contents import pages_of, seen_of
 from tests.stateful_cache import StatefulCache
 
 
