@@ -219,6 +219,21 @@ def test_an_instance_beyond_the_state_limit_is_refused(monkeypatch: pytest.Monke
     assert_allowed(case, solve(case, "greedy"))
 
 
+@pytest.mark.parametrize("pages", [64, 256, 1024, 4096])
+@pytest.mark.parametrize("left", [1.25, 2.25, 3.75])
+@pytest.mark.parametrize("spread", [0.5, 1.5, 3.0])
+def test_states_of_the_optimum_grow_at_most_as_the_square_of_pages(
+    spread: float, left: float, pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the docstring of a cache says of the time of allocator "dp", in states, which take equal time."""
+    cost, error = np.array([4, 6, 9, 14, 23]) * 100, np.array([0.35, 0.1, 0.03, 0.01, 0.0001])
+    monkeypatch.setattr(allocator, "MAX_STATES", max(1 << 10, pages * pages >> 6))
+    for seed in range(3):
+        loss = np.random.default_rng(seed).lognormal(0, spread, pages)[:, None] * error
+        case = AllocationCase(loss, cost, int(400 * left * pages), None)
+        assert_allowed(case, solve(case, "dp"))
+
+
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
