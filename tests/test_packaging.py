@@ -183,3 +183,30 @@ def test_code_in_the_readme_runs(tmp_path: Path) -> None:
         [sys.executable, "-c", each_alone], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert result.returncode == 0, result.stderr
+
+
+def expanded(path: str) -> list[str]:
+    """`a/{b,c}/d` is `a/b/d` and `a/c/d`."""
+    braces = re.search(r"\{([^}]*)\}", path)
+    return [path.replace(braces[0], name) for name in braces[1].split(",")] if braces else [path]
+
+
+def test_the_map_of_the_readme_leads_to_what_is_there() -> None:
+    """Every path exists, and a name behind one stands in that file or folder."""
+    section = (ROOT / "README.md").read_text().partition("## Map\n")[2]
+    table = [line for line in section.splitlines() if line.startswith("| ")][1:]
+    assert len(table) >= 7
+    for line in table:
+        latest = ""
+        for item in re.findall(r"`([^`]+)`", line.split(" | ")[1]):
+            paths = [ROOT / path for path in expanded(item)]
+            if "/" in item:
+                assert all(path.exists() for path in paths), item
+                latest = "".join(
+                    file.read_text()
+                    for path in paths
+                    for file in (path.rglob("*.*") if path.is_dir() else [path])
+                    if file.suffix in (".py", ".cu", ".cuh")
+                )
+            else:
+                assert item.split()[0] in latest, item
