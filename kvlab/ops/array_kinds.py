@@ -1,4 +1,4 @@
-"""What a call must know of its arrays, apart from where they lie: the key by which calls are remembered.
+"""Kinds of arrays: dtype, shape, strides and device, the key under which a checked call is kept.
 
 A model makes the same call again and again, with other addresses alone. All that follows from the rest is
 found once, so `kinds_of` reads no more of an array than makes it a kind, in the words of its own library:

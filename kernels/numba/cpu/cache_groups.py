@@ -1,8 +1,8 @@
-"""What a plan of a layer's pages works with on the CPU: tables, rules, groups.
+"""Tables, rules and groups of tokens: what a plan of a layer reads and writes on the CPU.
 
 `kvlab.reference.cache_plan` says what a plan is. A group is a (row, KV head, run of 65,536 positions); bh =
 row * heads + head, g = bh * segments + segment. A class is a rung, or, as the last one, the new tokens. The
-tuples are the structs of `cache_state.cuh` and `cache_plan.cuh`, as arrays of one layer.
+tuples are the structs of kernels/cuda/pages/state.cuh and kernels/cuda/plan/plan.cuh, as arrays of one layer.
 """
 
 from typing import NamedTuple
@@ -28,7 +28,7 @@ allocating = njit(error_model="numpy")
 
 
 class Tables(NamedTuple):
-    """A layer, as LayerState of cache_state.cuh; all arrays are contiguous, and all but `rungs` change."""
+    """A layer, as LayerState of pages/state.cuh; all arrays are contiguous, and all but `rungs` change."""
 
     rungs: np.ndarray  # int64 (rungs, 3)
     arena: np.ndarray  # uint8

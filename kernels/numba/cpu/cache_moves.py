@@ -1,8 +1,8 @@
-"""Which tokens and pages move, and the tables afterwards: `kvlab.reference.cache_moves`, bit for bit.
+"""Choose which tokens and pages move, and set the tables: `kvlab.reference.cache_moves`, bit for bit.
 
-Second half of `cache_plan`: it is known how many chunks of each class go to which rung and which new
-pages take them. A token that leaves its class finds its place by its rank: by key, then by place, as in a
-counting sort. Those that stay close up: the n-th that has to move goes to the n-th hole.
+This is the second half of `cache_plan`. The first half has found how many chunks of each class go to which
+rung, and which new pages take them. Here a counting sort ranks the tokens that leave a class, and a rank says
+which page and slot a token goes to. Tokens that stay fill holes: the n-th that moves goes to the n-th hole.
 """
 
 import numpy as np

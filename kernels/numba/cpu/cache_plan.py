@@ -1,9 +1,8 @@
-"""What a layer's pages become, on the CPU: `kvlab.reference.cache_plan.plan`, bit for bit.
+"""Plan the pages of a layer on the CPU: `kvlab.reference.cache_plan.plan`, bit for bit.
 
-`count_tokens`, `choose_levels` and `finish_plan` are the parts of a plan; `cache_moves` says which tokens
-move and sets the tables.
-A plan is the work of one thread: a millisecond for some 100,000 tokens, most of it to read their importance.
-Layers are planned side by side by different threads.
+A plan has three parts: `count_tokens`, `choose_levels` and `finish_plan`. The last one calls `cache_moves`,
+which says what tokens move and sets the tables. One thread makes a plan, in a millisecond for 100,000 tokens;
+most of that time it reads their importance. Other threads plan other layers at the same time.
 """
 
 import numpy as np
@@ -95,7 +94,7 @@ def finish_plan(tables, rules, new, groups, status):
     Returns
     -------
     moves, closing : uint32 (n, 4)
-        Of both phases, as Move of cache_state.cuh: from, to, slots and rungs, token. Those to one page are
+        Of both phases, as Move of pages/state.cuh: from, to, slots and rungs, token. Those to one page are
         neighbours.
     copies : uint32 (n, 3)
         Whole pages: from, to, rung.

@@ -1,9 +1,9 @@
-"""Tokens into the pages of a cache on the CPU: what plans move, and what decode steps append.
+"""Write tokens into the pages of a cache on the CPU: those that a plan moves, and those of a decode step.
 
-A page lies in the arena of its layer and is known by its address, which counts 16 bytes. Tokens that change
-their widths are decoded, rotated where they come from width 16, and encoded again; those that keep them are
-copied bit for bit. A page is written by one thread, in the order of the list, so the bytes do not depend on
-the number of threads. The moves of one list never write what others of it read.
+A page lies in the arena of its layer; its address counts units of 16 bytes. A token with new widths is
+decoded, rotated if it comes from width 16, and encoded again. A token that keeps its widths is copied bit for
+bit. One thread writes a page, in the order of the list, so the bytes do not depend on the number of threads.
+No move of a list writes what another one reads.
 
 Scratch of a thread: four vectors, 4 KiB at most.
 """

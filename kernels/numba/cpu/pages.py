@@ -1,10 +1,9 @@
-"""Tokens into pages and out of them on the CPU: the format of kvlab/reference/pages.py, bit for bit.
+"""Encode tokens into pages and decode them on the CPU, bit for bit as kvlab/reference/pages.py.
 
-A token is encoded on its own: the step byte is searched and the codes are made in a row of `head_dim`
-elements (`steps`), then a scatter puts them where the page keeps them. Where that is, tables say
-(`Side.places`), which the caller derives from the reference; nothing here knows the order. A token shares
-words with other tokens of its page, so a page belongs to one thread, and a thread walks its tokens in the
-order of the list: the result does not depend on the number of threads.
+Each token is encoded on its own: `steps` searches its step byte and makes its codes, a row of `head_dim`
+elements. A scatter then writes the codes to the page, by a table of positions (`Side.places`) that the caller
+derives from the reference. A token shares words with other tokens of its page. So one thread owns a page and
+writes its tokens in the order of the list, and the result does not depend on the number of threads.
 
 One compiled version serves all widths, dtypes and head dims: the cost of a token is in loops over its
 elements, not in the branches between them. Arrays are flat and addressed by position, because slices of an

@@ -1,4 +1,4 @@
-"""How Python enters the kernels that run on all threads.
+"""Call kernels that run on all threads, from any Python thread and after a fork.
 
 Numba's threads have two limits, which end the process. The layer "workqueue", which Numba takes where it
 finds neither TBB nor OpenMP, runs one parallel kernel at a time: there, callers take turns. GNU's OpenMP does

@@ -1,8 +1,8 @@
-"""Vectors on their way into pages on the CPU: rotation, step, codes; kvlab/reference/pages.py bit for bit.
+"""Rotate vectors, find their steps and make their codes on the CPU, as kvlab/reference/pages.py, bit for bit.
 
-The reference brings elements to whole numbers before it adds them up, so sums here are exact in any order
-as long as they are at most 2**24: lanes and accumulators are free. Functions work on n elements from x[start]
-on, n a multiple of 16, of flat arrays.
+The reference rounds elements to whole numbers before it adds them up. So sums up to 2**24 are exact in any
+order, and these loops may use any number of lanes and accumulators. Functions take flat arrays and work on n
+elements from x[start] on; n is a multiple of 16.
 """
 
 from typing import NamedTuple

@@ -1,12 +1,11 @@
-"""Codes of a codebook on the CPU: how many borders lie at or below a value in units.
+"""Codes of a codebook on the CPU: count the borders at or below a value.
 
-A value is y r (kvlab/reference/codec.py); borders are whole numbers, so the integer below the exact product
-decides. The integer nearest to y r comes from one fused multiply-add with a number that leaves no room for a
-fraction; a second one says by its sign whether y r lies below it. A few borders are then counted, 32 values
-at a time, as bytes: integers saturate there, and no border of up to 4 bits is beyond 127. For more borders a
-table of bytes has the code of every integer.
+A value is the product y r (kvlab/reference/codec.py). Borders are whole numbers, so floor(y r) decides. One
+fused multiply-add rounds y r to the nearest integer; the sign of a second one says whether y r lies below it.
+Codes of up to 4 bits have borders up to 127: bytes compare 32 values with each border at a time, and larger
+integers saturate. Codes of more bits come from a table with the code of every integer.
 
-Scales far from 1, and processors without such operations, take float64, which holds the product.
+Scales far from 1, and processors without these operations, use float64, which holds the product exactly.
 """
 
 import numpy as np
