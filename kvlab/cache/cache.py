@@ -216,9 +216,12 @@ class MixedPrecisionCache(CacheOptions):
         return self._limit.smallest_nbytes(seqlen) * self.batch
 
     def allocation(self) -> dict[str, NDArray[np.int64]]:
-        """Number of pages of each rung, as arrays (layers, batch, heads) by the name of the rung.
+        """Number of pages of each rung; on a GPU, waits for it.
 
-        On a GPU, waits for it.
+        Returns
+        -------
+        dict of str to int64 array (layers, batch, KV heads)
+            By the name of the rung, as "k4v3".
         """
         stores = [layer.store for layer in self._layers]
         names = sorted({rung for store in stores for rung in store.ladder}, key=lambda rung: rung.total)
@@ -231,9 +234,17 @@ class MixedPrecisionCache(CacheOptions):
         return found
 
     def pages(self, layer: int) -> LayerPages:
-        """A copy of the pages of a layer in host memory, as `kvlab.packed_attention` takes them.
+        """Return a copy of the pages of a layer in host memory; on a GPU, waits for it.
 
-        Pages of ladders come first, then those of exact tokens, if there are any. On a GPU, waits for it.
+        Parameters
+        ----------
+        layer : int
+
+        Returns
+        -------
+        kvlab.pages.LayerPages
+            As `kvlab.ops.packed.packed_attention` takes them: first pages of the ladder, then those of exact
+            tokens, if there are any.
         """
         return self._runner.pages(self._layer(layer))
 
@@ -296,15 +307,39 @@ class MixedPrecisionCache(CacheOptions):
     def append(self, layer: int, k: Array, v: Array, *, valid: Array | None = None) -> None:
         """Store keys and values without queries; importance, where it is attention, starts from the key norm.
 
-        Parameters, errors and what waits for a GPU as in `step`.
+        Parameters
+        ----------
+        layer : int
+        k, v : (B, S, Hkv, D) arrays
+            New keys (already rotated by position) and values.
+        valid : (B, S) bool array, optional
+            False: padding, which is not stored.
+
+        Raises
+        ------
+        BudgetError, ValueError
+            As in `step`, which also says what waits for a GPU.
         """
         self._runner.append(self._layer(layer), k, v, valid)
 
     def attend(self, layer: int, q: ArrayT, *, scale: float | None = None, softcap: float = 0.0) -> ArrayT:
         """Attend over everything stored; nothing is added.
 
-        Parameters and result as in `step`. On a GPU it waits for the device where steps of more than 16
-        tokens have come to some layers and not to the last.
+        On a GPU it waits for the device where steps of more than 16 tokens have come to some layers and not
+        to the last.
+
+        Parameters
+        ----------
+        layer : int
+        q : (B, Sq, Hq, D) array
+            Queries; each sees all stored tokens, or those in the layer's sliding window.
+        scale, softcap : float
+            As in `step`.
+
+        Returns
+        -------
+        (B, Sq, Hq, D) array
+            Of the kind and dtype of `q`.
         """
         scale, softcap = self._scores(scale, softcap)
         out: ArrayT = self._runner.attend(self._layer(layer), q, scale, softcap)
@@ -468,15 +503,50 @@ class MixedPrecisionCache(CacheOptions):
         self._runner.clear()
 
     def reorder(self, rows: Array) -> None:
-        """Make row i a copy of the present row `rows[i]`, as beam search does; the batch keeps its size."""
+        """Make row i a copy of the present row `rows[i]`, as beam search does; the batch keeps its size.
+
+        Parameters
+        ----------
+        rows : (batch,) integer array
+            Numbers of rows, 0 to batch - 1.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If `rows` is no vector of integers, has another length, or names a row that does not exist.
+        """
         self._take_rows(row_numbers(rows, self.batch, keep_size=True))
 
     def select(self, rows: Array) -> None:
-        """Keep the given rows, in the given order; the batch becomes as long as `rows`."""
+        """Keep the given rows, in the given order; the batch becomes as long as `rows`.
+
+        Parameters
+        ----------
+        rows : (n,) integer array
+            Numbers of rows, 0 to batch - 1; a row may occur several times.
+
+        Raises
+        ------
+        BudgetError
+            If so many rows do not fit the budget; the cache is as it was.
+        TypeError, ValueError
+            If `rows` is no vector of integers, or names a row that does not exist.
+        """
         self._take_rows(row_numbers(rows, self.batch))
 
     def repeat(self, n: int) -> None:
-        """Repeat each row `n` times, copies side by side."""
+        """Repeat each row `n` times, copies side by side.
+
+        Parameters
+        ----------
+        n : int
+            1 or more.
+
+        Raises
+        ------
+        BudgetError
+            If so many rows do not fit the budget; the cache is as it was.
+        """
         n = whole_number(n, "n", 1, LONGEST // max(self.batch, 1))
         self._take_rows(np.repeat(np.arange(self.batch), n))
 

@@ -265,19 +265,52 @@ class KVLabCache(Cache):
             raise
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Make row i a copy of row `beam_idx[i]`."""
+        """Make row i a copy of row `beam_idx[i]`.
+
+        Parameters
+        ----------
+        beam_idx : (batch,) integer tensor
+
+        Raises
+        ------
+        TypeError, ValueError
+            If it is no vector of `batch` integers, or names a row that does not exist.
+        """
         self._shared.reorder(_indices(beam_idx, "beam_idx"))
         for layer in self._stock():
             layer.reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row, copies side by side."""
+        """Repeat each row, copies side by side.
+
+        Parameters
+        ----------
+        repeats : int
+            1 or more.
+
+        Raises
+        ------
+        BudgetError
+            If so many rows do not fit the budget; the cache is as it was.
+        """
         self._shared.repeat(whole_number(repeats, "repeats", 1))
         for layer in self._stock():
             layer.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the given rows."""
+        """Keep the given rows, in the given order.
+
+        Parameters
+        ----------
+        indices : (n,) integer or (batch,) bool tensor
+
+        Raises
+        ------
+        BudgetError
+            If so many rows do not fit the budget; the cache is as it was.
+        TypeError, ValueError
+            If it is no such tensor, or names a row that does not exist.
+        """
         self._shared.select(_indices(indices, "indices"))
         for layer in self._stock():
             layer.batch_select_indices(indices)

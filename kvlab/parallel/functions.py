@@ -98,6 +98,16 @@ def scatter_local(whole: Any, local: Any, cu_seqlens: Any, *, group: Any = None,
     local : tensor, (total_tokens / ranks, ...)
     cu_seqlens, group, zigzag
         As in `extract_local`.
+
+    Returns
+    -------
+    tensor, (total_tokens, ...)
+        `whole`, of which the rows of other ranks are as they were.
+
+    Raises
+    ------
+    ValueError
+        If a sequence is no multiple of the number of chunks, or `local` has another number of tokens.
     """
     check_tensors(whole=whole, local=local)
     shard = _shard(_lengths(cu_seqlens, "cu_seqlens"), group, zigzag)
@@ -107,7 +117,24 @@ def scatter_local(whole: Any, local: Any, cu_seqlens: Any, *, group: Any = None,
 
 
 def position_ids(cu_seqlens: Any, like: Any, *, group: Any = None, zigzag: bool = True) -> Any:
-    """Return the position of each of this rank's tokens in its sequence, int64, on the device of `like`."""
+    """Return the position of each of this rank's tokens in its sequence, as rotary embeddings want it.
+
+    Parameters
+    ----------
+    cu_seqlens, group, zigzag
+        As in `extract_local`.
+    like : tensor
+        On the device where the result shall be.
+
+    Returns
+    -------
+    int64 tensor, (total_tokens / ranks,)
+
+    Raises
+    ------
+    ValueError
+        If a sequence is no multiple of the number of chunks.
+    """
     check_tensors(like=like)
     shard = _shard(_lengths(cu_seqlens, "cu_seqlens"), group, zigzag)
     return on_device(shard.position_ids, like.device)
@@ -380,7 +407,24 @@ def zigzag_ring_flash_attn_func(
     return_attn_probs: bool = False,
     group: Any = None,
 ) -> Any:
-    """`ring_flash_attn_func` for ranks that hold an early and a late chunk of each sequence."""
+    """Compute `ring_flash_attn_func` on ranks that hold an early and a late chunk of each sequence.
+
+    Parameters
+    ----------
+    q, k, v : tensor, (batch, seqlen / ranks, heads, head_dim)
+        This rank's chunks, the early one before the late one; q may have more heads.
+    dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs, group
+        As in `ring_flash_attn_func`.
+
+    Returns
+    -------
+    out : tensor, shape and dtype of q
+
+    Raises
+    ------
+    ValueError, TypeError, NotImplementedError, kvlab.errors.RankError
+        As `ring_flash_attn_func`.
+    """
     refuse_unsupported(dropout_p, alibi_slopes)
     options = _options(softmax_scale, window_size, deterministic)
     return _ring_of_batch(q, k, v, causal, options, return_attn_probs, group, zigzag=True)
@@ -413,6 +457,15 @@ def ring_flash_attn_varlen_func(
         At least the longest of these.
     dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs, group
         As in `ring_flash_attn_func`.
+
+    Returns
+    -------
+    out : tensor, shape and dtype of q
+
+    Raises
+    ------
+    ValueError, TypeError, NotImplementedError, kvlab.errors.RankError
+        As `ring_flash_attn_func`.
     """
     refuse_unsupported(dropout_p, alibi_slopes)
     options = _options(softmax_scale, window_size, deterministic)
@@ -436,7 +489,26 @@ def zigzag_ring_flash_attn_varlen_func(
     return_attn_probs: bool = False,
     group: Any = None,
 ) -> Any:
-    """`ring_flash_attn_varlen_func` for ranks that hold an early and a late chunk of each sequence."""
+    """Compute `ring_flash_attn_varlen_func` on ranks that hold an early and a late chunk of each sequence.
+
+    Parameters
+    ----------
+    q, k, v : tensor, (total_tokens / ranks, heads, head_dim)
+        This rank's tokens as `extract_local` gives them.
+    cu_seqlens, max_seqlen
+        As in `ring_flash_attn_varlen_func`.
+    dropout_p, softmax_scale, causal, window_size, alibi_slopes, deterministic, return_attn_probs, group
+        As in `ring_flash_attn_func`.
+
+    Returns
+    -------
+    out : tensor, shape and dtype of q
+
+    Raises
+    ------
+    ValueError, TypeError, NotImplementedError, kvlab.errors.RankError
+        As `ring_flash_attn_func`.
+    """
     refuse_unsupported(dropout_p, alibi_slopes)
     options = _options(softmax_scale, window_size, deterministic)
     return _ring_of_lengths(
