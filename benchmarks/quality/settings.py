@@ -8,6 +8,7 @@ and options of `KVLabCache`. It may also have
 
 - `"dense": true`: full precision
 - `scored`: single tokens behind the prompt instead of 128; `first`: tokens of the first of two calls for it
+- `"rotary": false`: the cache does not know how RoPE turns keys
 - `frames`: a file of text; frames are measured from its first 2,000 tokens
 - `large`: factors of two rotary pairs of keys, from position `begin` on; `constant`: what two channels get
 
@@ -46,7 +47,7 @@ TEXTS, KEYS, TEXT = 20, 10, 1536
 WHOLE, CHUNK, BLOCK = 2047, 64, 32
 FRAMES_OF = 2000
 TASKS = ("single", "retrieval", "grow", "parts64")
-NOT_OPTIONS = {"name", "tasks", "dense", "scored", "first", "large", "begin", "constant", "frames"}
+NOT_OPTIONS = {"name", "tasks", "dense", "scored", "first", "large", "begin", "constant", "frames", "rotary"}
 HELD = {f"default {budget}": {"budget": budget, "plan_length": 1} for budget in (0.17, 0.2, 0.27, 0.3)}
 WIDTHS: dict[str, dict[str, Any]] = {
     f"one width {bits}": {"budget": None, "bits": [bits]} for bits in (2, 3, 4, "k3v2", "k4v2", "k4v3")
@@ -131,11 +132,12 @@ class Reader:
         options = {name: x for name, x in case.items() if name not in NOT_OPTIONS} | more
         if "frames" in case:
             options["frames"] = self.frames(case["frames"])
-        return (
-            DynamicCache(config=self.config)
-            if "dense" in case
-            else KVLabCache(self.config, dtype="float16", **options)
-        )
+        if "dense" in case:
+            return DynamicCache(config=self.config)
+        cache = KVLabCache(self.config, dtype="float16", **options)
+        if not case.get("rotary", True):
+            cache._shared.rotary = None
+        return cache
 
     def frames(self, path: str) -> KeyFrames:
         if path not in self.measured:

@@ -33,6 +33,7 @@ from kvlab.cache.ladder import Ladder, Layer, LayerFormat, parse_bits
 from kvlab.cache.options import CacheOptions, Limit, check_device, row_numbers
 from kvlab.cache.runner import Runner, smallest_of
 from kvlab.errors import FormatError
+from kvlab.ops.frame import STEADY_OVER, mean_factors
 from kvlab.pages import LayerPages
 
 __all__ = ["MixedPrecisionCache"]
@@ -98,6 +99,10 @@ class MixedPrecisionCache(CacheOptions):
     frames : KeyFrames, optional
         In what mean, order and scale keys are packed, from `kvlab.KeyFrames.measured`. Without it every row
         takes them from its first 64 tokens, which wait for that. A saved cache has those of its rows alone.
+    rotary : sequence of float, or of such sequences by layer, optional
+        How many radians RoPE turns channels i and i + len(rotary) of keys with each token (`inv_freq` of a
+        model): then what rows take from their first tokens holds for later ones, too
+        (`kvlab.ops.frame.mean_factors`). Empty or None: nothing is known of that.
 
     Raises
     ------
@@ -122,11 +127,13 @@ class MixedPrecisionCache(CacheOptions):
         ladders, observed = parse_bits(self.bits, self.num_layers), observed_by(self.importance)
 
         @cache  # layers are often alike, and then they are one
-        def layer_of(ladder: Ladder, window: int) -> Layer:
+        def layer_of(ladder: Ladder, window: int, turns: tuple[float, ...]) -> Layer:
             pages = LayerFormat(ladder, self.num_heads_kv, self.head_dim, self.dtype)
-            return Layer(pages, self.residual, observed, window)
+            length = max(STEADY_OVER, self.plan_length)
+            factor = mean_factors(turns, self.head_dim, length) if turns else None
+            return Layer(pages, self.residual, observed, window, mean_factor=factor)
 
-        self._layers = [*map(layer_of, ladders, self.windows)]
+        self._layers = [*map(layer_of, ladders, self.windows, self.turns)]
         if self.frames is not None:
             self._layers = [
                 replace(layer, frame=self.frames.of_layer(i, in_blocks=layer.store.in_blocks))

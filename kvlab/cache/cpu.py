@@ -41,6 +41,7 @@ def host_layers(store: DeviceStore) -> list[HostLayer]:
             {name: table[number] for name, table in store.tables.items()}, store.arenas[number],
             store.waiting[number], of.layouts, store.widest, of.dtype, store.slab[number],
             store.num_slabs[number], of.evicts, of.in_blocks, of.is_narrow, store.sliding_windows[number],
+            store.mean_factors[number],
         )
         for number, of in enumerate(store.stores)
     ]  # fmt: skip

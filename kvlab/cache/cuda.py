@@ -84,9 +84,9 @@ class GpuKernels:
         lookahead: int, force: bool, queries: CudaView | None = None,
     ) -> None:  # fmt: skip
         """Take the means that are due; see `kvlab.ops.cuda.pages.freeze_means`."""
-        batch = self.store.batch
+        factor = pointer_of(self.store.mean_factors) + 4 * self.store.head_dim * layer
         kernels.freeze_means(
-            *self._of_store, self._states(layer), batch, new, addresses, before, stream,
+            *self._of_store, self._states(layer), self.store.batch, new, addresses, before, factor, stream,
             lookahead=lookahead, force=force, queries=queries, in_blocks=self.store.stores[layer].in_blocks,
         )  # fmt: skip
 

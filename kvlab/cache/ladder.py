@@ -24,6 +24,9 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvlab.arguments import whole_number
 from kvlab.ops.layer_state import WAITING_PAGES
 from kvlab.pages import BLOCK_WIDTHS, PAGE_TABLE_BYTES, PageLayout, Width
@@ -307,7 +310,8 @@ class Layer:
     """One layer: the pages of its ladder, its residual window, what importance observes, its sliding window.
 
     `observed`: a value of `kvlab.cache.importance.POLICIES`. `sliding_window`: how many tokens a query sees,
-    itself the last one; 0: all. `frame`: that of its heads, if it is given.
+    itself the last one; 0: all. `frame`: that of its heads, if it is given. `mean_factor`: what means of keys
+    are multiplied by, if they are (`kvlab.ops.frame.mean_factors`).
     """
 
     store: LayerFormat
@@ -315,6 +319,7 @@ class Layer:
     observed: str
     sliding_window: int = 0
     frame: dict[str, Any] | None = field(default=None, compare=False)
+    mean_factor: NDArray[np.float32] | None = field(default=None, compare=False)
 
     @cached_property
     def stored(self) -> LayerFormat:

@@ -46,6 +46,7 @@ __all__ = [
     "row_numbers",
 ]
 
+Rotary = Sequence[float] | Sequence[Sequence[float]] | None
 DTYPES = ("float16", "bfloat16", "float32")
 _ON_GPU = {"dtype": ("float16", "bfloat16"), "head_dim": (64, 80, 96, 128, 256)}
 _LEAST = {
@@ -182,6 +183,7 @@ class CacheOptions:
     device: str | None = None
     dtype: str = "float16"
     frames: KeyFrames | None = None
+    rotary: Rotary = None
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -206,6 +208,7 @@ class CacheOptions:
                     f"cache of {geometry}: measure them on its model"
                 )
         self.sliding_window = _windows(self.sliding_window, self.num_layers)
+        self.rotary = _rotary(self.rotary, self.num_layers, self.head_dim)
         self.ema_decay = number(self.ema_decay, "ema_decay", 0, 1)
         observed_by(self.importance)
         self.floor = number(self.floor, "floor", 0, 1 << 20)
@@ -239,6 +242,12 @@ class CacheOptions:
         of_layers = window if isinstance(window, Sequence) else [window] * self.num_layers
         return tuple(x or 0 for x in of_layers)
 
+    @property
+    def turns(self) -> tuple[tuple[float, ...], ...]:
+        """By layer, how far RoPE turns pairs of channels of keys with each token; none: it is not known."""
+        rotary: Any = self.rotary or ()
+        return tuple(rotary) if rotary and isinstance(rotary[0], tuple) else (rotary,) * self.num_layers
+
     def settings(self, rewind: int) -> Settings:
         """The options that plans and steps need, with another `rewind`."""
         found: dict[str, Any] = {x.name: getattr(self, x.name, None) for x in fields(Settings)}
@@ -252,6 +261,25 @@ class CacheOptions:
         found = {name: getattr(self, name) for name in names}
         bits = self.bits
         return {**found, "bits": bits if isinstance(bits, (str, int)) else list(map(str, bits))}
+
+
+def _rotary(rotary: Any, num_layers: int, head_dim: int) -> Rotary:
+    """Check the angles of RoPE of all layers, or those of each."""
+    if rotary is None:
+        return None
+    if not isinstance(rotary, list | tuple | np.ndarray):
+        raise TypeError(f"rotary must be a sequence of angles, not {type(rotary).__name__}")
+    by_layer = any(isinstance(x, list | tuple | np.ndarray) for x in rotary)
+    if by_layer and len(rotary) != num_layers:
+        raise ValueError(f"rotary names {len(rotary)} layers of {num_layers}: give each its angles, or ()")
+    found = []
+    for angles in rotary if by_layer else [rotary]:
+        found.append(tuple(number(x, "an angle of rotary", 0, 4) for x in angles))
+        if 2 * len(found[-1]) > head_dim:
+            raise ValueError(
+                f"rotary has {len(found[-1])} angles; head_dim={head_dim} has {head_dim // 2} pairs at most"
+            )
+    return tuple(found) if by_layer else found[0]
 
 
 def _windows(window: Any, num_layers: int) -> int | tuple[int | None, ...] | None:

@@ -104,6 +104,7 @@ class DeviceCache:
                 takes_mean=takes, holds_waiting=holds, rewind=self.settings.rewind,
                 sliding_windows=[layer.sliding_window for layer in self.layers],
                 frames=[layer.frame for layer in self.layers],
+                mean_factors=[layer.mean_factor for layer in self.layers],
             )  # fmt: skip
             reallocator = Reallocator(store, self.settings)
         self.capacity, self.row_budgets_of = capacity, row_budgets_of

@@ -140,6 +140,8 @@ class DeviceStore:
         Tokens that layers with a sliding window keep beyond it.
     frames : sequence of dict or None
         By layer: the tables of `FRAME` of its heads, for all rows, if rows do not take their own.
+    mean_factors : sequence of (head_dim,) float32 or None
+        By layer: what means of keys that rows take are multiplied by; None: by 1.
 
     Attributes
     ----------
@@ -147,6 +149,8 @@ class DeviceStore:
         By layer, all in `memory_of_arenas`.
     tables : dict of str to array
         (layers, ...) arrays by the names of `LayerState`.
+    mean_factors : (layers, head_dim) float32 array
+        On the device.
     states_pointer : int
         Address of the array of `LayerState` on the device.
     """
@@ -165,11 +169,16 @@ class DeviceStore:
         sliding_windows: Sequence[int] = (),
         rewind: int = 0,
         frames: Sequence[dict[str, Any] | None] = (),
+        mean_factors: Sequence[NDArray[np.float32] | None] = (),
     ) -> None:
         first, self.executor = stores[0], executor
         self.takes_mean = np.array(takes_mean or [False] * len(stores), bool)
         self.holds_waiting = list(holds_waiting or [False] * len(stores))
         self.frames = list(frames or [None] * len(stores))
+        factors = np.ones((len(stores), first.head_dim), np.float32)
+        for layer, factor in enumerate(mean_factors):
+            factors[layer] = 1 if factor is None else factor
+        self.mean_factors = executor.to_device(factors, like)
         self.sliding_windows = list(sliding_windows or [0] * len(stores))
         self.widest = first.exact_layout
         self.stores, self.capacity = stores, capacity
@@ -383,7 +392,8 @@ class DeviceStore:
     @property
     def reserved_nbytes(self) -> int:
         """Bytes of arenas, tables and states."""
-        return sum(int(x.nbytes) for x in (self.memory_of_arenas, self._memory_of_tables, self.states))
+        held = self.memory_of_arenas, self._memory_of_tables, self.states, self.mean_factors
+        return sum(int(x.nbytes) for x in held)
 
     def reach(self, layer: int, rewind: int) -> int:
         """`reach_of` the sliding window of a layer."""

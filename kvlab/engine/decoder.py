@@ -137,7 +137,8 @@ class Decoder:
             self.cache = MixedPrecisionCache(
                 geometry.layers, geometry.heads_q, geometry.heads_kv, geometry.head_dim,
                 batch=self.batch, budget=cache_budget, max_seqlen=self.max_seqlen,
-                plan_length=self.max_seqlen, dtype=weights.dtype, device=self.device, **cache_options,
+                plan_length=self.max_seqlen, dtype=weights.dtype, device=self.device,
+                rotary=weights.inverse_frequencies.tolist(), **cache_options,
             )  # fmt: skip
         if self.device == "cpu":
             self._executor = CpuExecutor(weights, self.cache)

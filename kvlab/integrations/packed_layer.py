@@ -29,7 +29,7 @@ __all__ = ["ATTENTION", "PackedLayer", "Placeholder", "SharedCache"]
 ATTENTION = "kvlab_packed"
 """Name of the attention function, for `attn_implementation=`."""
 _FROM_THE_MODEL = (
-    "num_layers", "num_heads_q", "num_heads_kv", "head_dim", "batch", "dtype", "sliding_window"
+    "num_layers", "num_heads_q", "num_heads_kv", "head_dim", "batch", "dtype", "sliding_window", "rotary"
 )  # fmt: skip
 REWIND = 64
 """Tokens that assisted decoding may take back at a time; it proposes 20, and more while all are right."""
@@ -143,9 +143,11 @@ class PackedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 class SharedCache:
     """What the packed layers of one cache share: the `MixedPrecisionCache`, the padding, their lengths."""
 
-    def __init__(self, windows: list[int], dtype: str | None, options: dict[str, Any]) -> None:
+    def __init__(
+        self, windows: list[int], dtype: str | None, options: dict[str, Any], rotary: Any = None
+    ) -> None:
         num_layers = len(windows)
-        self.options, self.dtype, self.windows = options, dtype, windows
+        self.options, self.dtype, self.windows, self.rotary = options, dtype, windows, rotary
         known = [field.name for field in fields(MixedPrecisionCache) if field.name not in _FROM_THE_MODEL]
         check_names(options, known, "the cache")
         # Geometry and batch come with the first step. Small ones, which every ladder fits, show now if the
@@ -174,6 +176,7 @@ class SharedCache:
             dtype = self.dtype or dtype_name(k, "key")
             options = {"batch": batch, "device": str(k.device), "dtype": dtype, **self.options}
             options["sliding_window"] = [window or None for window in self.windows]
+            options["rotary"] = self.rotary
             self.cache = MixedPrecisionCache(len(self.lengths), q.shape[1], heads_kv, dim, **options)
         if batch != self.cache.batch:
             raise ValueError(

@@ -27,6 +27,7 @@ with needs_extra("hf", "kvlab.integrations.transformers"):
     from kvlab.integrations.cache_bytes import layer_nbytes
     from kvlab.integrations.packed_attention import register
     from kvlab.integrations.packed_layer import ATTENTION, PackedLayer, SharedCache
+    from kvlab.integrations.rotary import rotary_of
 
 __all__ = ["ATTENTION", "KVLabCache", "register"]
 
@@ -114,7 +115,8 @@ class KVLabCache(Cache):
                 f"no layer has full attention or a sliding window, so nothing is packed (layers: {kinds})",
                 stacklevel=2,
             )
-        self._shared = SharedCache([*packed.values()], dtype, {"budget": budget, "bits": bits, **options})
+        given = {"budget": budget, "bits": bits, **options}
+        self._shared = SharedCache([*packed.values()], dtype, given, rotary_of(text, packed))
         for number, place in enumerate(packed):
             layers[place] = PackedLayer(self._shared, number)
         super().__init__(layers=layers)

@@ -8,7 +8,8 @@ attention pays nothing for it:
     stored = H((k - mean) / 2^shift)        q . k = H(q 2^shift) . stored + q . mean
 
 Measured on SmolLM2-135M, mixed widths, 3.15 bits per element: KL divergence .0175 with it, .0255 without.
-The first key, on which attention rests, lies far from that mean, so it must stay at a high width. A ladder
+Keys that RoPE turns slowly have another mean later: `mean_factors` says how much of it is kept. The
+first key, on which attention rests, lies far from that mean, so it must stay at a high width. A ladder
 without a width of 8 for keys is narrow: there a channel has a mean only if that does not make the first key
 longer (docs/performance/quality.md). Scaling ordinary channels, too, brought nothing more; values need no
 frame.
@@ -16,6 +17,7 @@ frame.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,7 @@ __all__ = [
     "LAST",
     "LEAST_EXPONENT",
     "MOST_SHIFT",
+    "STEADY_OVER",
     "add_queries",
     "awaiting",
     "check_frames",
@@ -39,6 +42,7 @@ __all__ = [
     "key_mean",
     "key_order",
     "key_shift",
+    "mean_factors",
     "to_mean",
 ]
 
@@ -58,6 +62,9 @@ ASKING = 48
 """The first of these tokens whose queries count, too."""
 LEAST, LEAST_ALONE = 9, 64
 """From which ratio on a pair is large, with queries and without; its power of 2 is next to the root."""
+STEADY_OVER = 2048
+"""Over how many tokens, at least, a mean is to hold: see `mean_factors`."""
+_LEAST_SEEN = 0.15
 MOST_SHIFT = 14
 """The least power of 2 that float16 has with all its bits is 2**-14."""
 BLOCKS = 4
@@ -92,6 +99,7 @@ def key_mean(
     *,
     narrow: bool = False,
     last: int = LAST,
+    factor: NDArray[np.float32] | None = None,
 ) -> NDArray[np.float16]:
     """Return the mean (Hkv, D) of a row's keys.
 
@@ -105,6 +113,8 @@ def key_mean(
         No width of 8 is there for the first tokens: channels whose mean makes the first key longer have none.
     last : int
         The mean is that of tokens `FIRST` to last - 1.
+    factor : (D,) float32, optional
+        What `mean_factors` returned: the mean is multiplied by it.
 
     Examples
     --------
@@ -113,10 +123,47 @@ def key_mean(
     """
     sample = k[FIRST:last].astype(np.float64)
     mean = sample.mean(0) if len(sample) >= FEWEST else np.zeros(k.shape[1:])
+    mean = mean if factor is None else mean * factor.astype(np.float64)
     if narrow:
         first = k[:1].astype(np.float64).sum(0)  # 0 if there is none
         mean = np.where(mean * mean <= 2 * mean * first, mean, 0)
     return to_mean(_scaled(mean, exponent, -1))
+
+
+def mean_factors(turns: Sequence[float], head_dim: int, length: int) -> NDArray[np.float32]:
+    """Return what the mean of a row's first keys is multiplied by, a channel, (head_dim,).
+
+    RoPE turns a pair of channels by an angle a token. One that turns slowly stands still over the first 64
+    tokens: their mean is far from that of `length` tokens, and what is left of it would be a large error
+    later. If keys were the same but for RoPE, the mean of all would be that of the first ones, shorter and
+    turned. It is made as much shorter here, by a multiple of 1/256, and not turned.
+
+    Parameters
+    ----------
+    turns : sequence of float
+        Radians a token of the pairs of channels i and i + len(turns); channels beyond these do not turn.
+    head_dim, length : int
+        The mean is to hold over so many tokens.
+
+    Examples
+    --------
+    >>> mean_factors([1.0, 0.01, 0.001, 0.0], 10, 2048)
+    array([0.        , 0.0625    , 0.45703125, 1.        , 0.        ,
+           0.0625    , 0.45703125, 1.        , 1.        , 1.        ],
+          dtype=float32)
+    """
+    half = np.asarray(turns, np.float64) / 2
+
+    def part(tokens: int) -> NDArray[np.float64]:
+        """How much shorter the mean of so many neighbouring tokens is than each, with its sign."""
+        return np.where(half == 0, 1, np.sin(tokens * half) / (tokens * np.sin(np.where(half == 0, 1, half))))
+
+    seen = part(LAST - FIRST)
+    ratio = part(length) * np.cos((length - FIRST - LAST) * half) / np.where(seen == 0, 1, seen)
+    kept = np.where(np.abs(seen) > _LEAST_SEEN, np.clip(ratio, 0, 1), 0)
+    factors = np.ones(head_dim, np.float32)
+    factors[: 2 * len(half)] = np.tile(np.rint(256 * kept) / 256, 2)
+    return factors
 
 
 def to_mean(mean: NDArray[np.float64]) -> NDArray[np.float16]:

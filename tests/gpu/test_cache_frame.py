@@ -15,6 +15,7 @@ from tests.gpu.packed_cases import to_torch
 HEADS_Q, HEADS, DIM = 8, 2, 64
 
 
+ANGLES = 1e4 ** -np.arange(0, 1, 2 / DIM)
 PROFILES = ("k4220v2", "k4422v2", "k8422v3", "k8444v4", 8)
 
 
@@ -29,16 +30,20 @@ def tokens(n: int, factor: float, scale: float = 1.0) -> tuple[np.ndarray, ...]:
 @pytest.mark.parametrize("parts", [(200,), (10, 190), (50, 5, 145), (1,) * 80, (3,) * 30, (70, 1, 9)])
 @pytest.mark.parametrize("factor", [1.0, 7.0, 45.0])
 @pytest.mark.parametrize("scale", [1.0, 2.0**-12])
-@pytest.mark.parametrize("bits", [(2, 3, 4, 8), (4,), PROFILES, ("k4422v3", "k8444v4")])
+@pytest.mark.parametrize(
+    ("bits", "rotary"),
+    [((2, 3, 4, 8), None), ((4,), ANGLES), (PROFILES, ANGLES[:20]), (("k4422v3", "k8444v4"), None)],
+)
 def test_frames_are_those_of_a_cpu(
-    parts: tuple[int, ...], factor: float, bits: tuple[Any, ...], scale: float
+    parts: tuple[int, ...], factor: float, bits: tuple[Any, ...], scale: float, rotary: Any
 ) -> None:
     whole = tokens(sum(parts), factor, scale)
+    whole[1][...] += np.float16(scale)  # keys have means, or they would not be multiplied by anything
     caches, outs, first = [], [], 0
     for device in ("cpu", "cuda"):
         caches.append(
             MixedPrecisionCache(
-                1, HEADS_Q, HEADS, DIM, budget=None, bits=bits, dtype="float16", device=device
+                1, HEADS_Q, HEADS, DIM, budget=None, bits=bits, dtype="float16", device=device, rotary=rotary
             )
         )
     for n in parts:

@@ -477,16 +477,19 @@ def freeze(device: Any, dtype: str, part: list[np.ndarray], first: int, before: 
     views = cuda_view(k, "k"), cuda_view(v, "v")
     fresh = new_tokens(*views, mask.data_ptr(), codes.data_ptr(), steps, first)
     kernels.freeze_means(
-        64, dtype, 0, device.states_pointer, BATCH, fresh, [x.data_ptr() for x in wide], before, 0,
-        lookahead=1, force=False, queries=cuda_view(q, "q"), in_blocks=device.stores[0].in_blocks,
+        64, dtype, 0, device.states_pointer, BATCH, fresh, [x.data_ptr() for x in wide], before,
+        device.mean_factors.data_ptr(), 0, lookahead=1, force=False, queries=cuda_view(q, "q"),
+        in_blocks=device.stores[0].in_blocks,
     )  # fmt: skip
     return [to_numpy(x) for x in wide]
 
 
-def frame_of(store: LayerFormat, k: np.ndarray, v: np.ndarray, asked: np.ndarray) -> dict[str, np.ndarray]:
+def frame_of(
+    store: LayerFormat, k: np.ndarray, v: np.ndarray, asked: np.ndarray, factor: np.ndarray
+) -> dict[str, np.ndarray]:
     """The frame of a row from its first keys and values, (tokens, HEADS, head_dim), by names of tables."""
     exponent = exponent_of(k) if store.in_blocks else None
-    mean = key_mean(k, exponent, narrow=store.is_narrow)
+    mean = key_mean(k, exponent, narrow=store.is_narrow, factor=factor)
     shift = key_shift(k, mean, asked, exponent)
     found = {"k_mean": mean, "k_shift": shift}
     if exponent is not None:
@@ -502,10 +505,12 @@ def frame_of(store: LayerFormat, k: np.ndarray, v: np.ndarray, asked: np.ndarray
 def test_freeze_means(dtype: str, parts: tuple[int, ...], bits: str) -> None:
     """Rows of unequal length: tokens wait until their row has 64, and go when it has its mean."""
     store = LayerFormat(parse_bits(bits, 1)[0], HEADS, 64, dtype)
-    waiting: Any = {"takes_mean": [True], "holds_waiting": [True]}
+    factor = np.tile(np.random.default_rng(1).integers(0, 257, 32) / 256, 2).astype(np.float32)
+    waiting: Any = {"takes_mean": [True], "holds_waiting": [True], "mean_factors": [factor]}
     device = DeviceStore([store], BATCH, GPU, torch.empty(1, device="cuda"), 2048, None, **waiting)
     total, rng = sum(parts), np.random.default_rng(len(parts))
     k, v = (rng.standard_normal((BATCH, total, HEADS, 64)).astype(DTYPES[dtype]) for _ in range(2))
+    k[:, :, :, 10:] += 1
     k[:, :, 0, 7] = 60000
     q = rng.standard_normal((BATCH, total, HEADS * GROUP, 64)).astype(DTYPES[dtype])
     k[:, :, 1, [3, 35]] *= 45
@@ -539,7 +544,7 @@ def test_freeze_means(dtype: str, parts: tuple[int, ...], bits: str) -> None:
                 add_queries(asked, q[row, tokens[ASKING:]])
                 assert np.array_equal(tables["asked"][row], asked)
                 keys, values = (x[row, tokens].astype(np.float32) for x in (k, v))
-                for name, wanted in frame_of(store, keys, values, asked).items():
+                for name, wanted in frame_of(store, keys, values, asked, factor).items():
                     assert np.array_equal(tables[name][row], wanted), name
                 assert np.flatnonzero(tables["k_shift"][row, 1]).tolist() == [3, 35]
             waits[row] &= not goes

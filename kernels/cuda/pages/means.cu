@@ -1,7 +1,7 @@
 // The frame of the keys of a row, in which they are packed, and its first tokens, which wait for it.
 //
 // The frame, a mean and a power of 2 a channel, is that of the valid tokens FIRST to LAST - 1 of a row,
-// whatever calls they come in, and of the last queries of these (kvlab/cache/frame.py). In ladders with
+// whatever calls they come in, and of the last queries of these (kvlab/ops/frame.py). In ladders with
 // profiles it has exponents of keys and values, too, an order of channels and gains of blocks. Until a row
 // has LAST valid tokens they wait unchanged, in pages of width 16 that attention reads like any others and
 // that no plan sees. Then they are new tokens of the plan that follows.
@@ -42,6 +42,7 @@ struct Freeze {
     long long q_batch, q_step, q_head;
     int num_heads_q, before, lookahead,
         force;  // room: tokens that may come until the next call; force: no row waits any longer
+    const float* mean_factor;  // [HEAD_DIM]: what means are multiplied by; see kvlab/ops/frame.py
 };
 
 // The tokens of a row that wait, which lie in the same slots for all heads. All pages but the last are full,
@@ -301,7 +302,7 @@ __device__ void take_frames(const Freeze& call, const WaitingTokens& waiting, in
             double sum = 0.;
 #pragma unroll 4
             for (int token = FIRST; token < end; ++token) sum += key(token);
-            double mean = counts ? sum / (end - FIRST) : 0.;
+            double mean = counts ? sum / (end - FIRST) * call.mean_factor[channel] : 0.;
             if (narrow && mean != 0. && !(mean * mean <= 2. * mean * key(0))) mean = 0.;
             if (IN_BLOCKS) mean *= wide_power(-exponent);
             const __half rounded = __double2half(fabs(mean) <= 65504. ? mean : 0.);

@@ -69,6 +69,8 @@ class HostLayer:
         What the ladder has: a width 0, profiles, no width of 8 for keys.
     sliding_window : int
         How many tokens a query sees; 0: all.
+    mean_factor : (head_dim,) float32 array
+        What means of keys are multiplied by.
     """
 
     tables: dict[str, Any]
@@ -83,6 +85,7 @@ class HostLayer:
     in_blocks: bool
     is_narrow: bool
     sliding_window: int
+    mean_factor: NDArray[np.float32]
 
     @cached_property
     def shape(self) -> tuple[int, int, int]:

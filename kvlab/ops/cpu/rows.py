@@ -141,7 +141,7 @@ def _freeze_head(layer: HostLayer, at: tuple[int, int], k: Any, v: Any) -> None:
     """Take the frame of a (row, KV head) from its first keys and values, (n, 1, head_dim)."""
     asked = layer.tables["asked"][at][None]
     exponent = exponent_of(k) if layer.in_blocks else None
-    mean = key_mean(k, exponent, narrow=layer.is_narrow)
+    mean = key_mean(k, exponent, narrow=layer.is_narrow, factor=layer.mean_factor)
     shift = key_shift(k, mean, asked, exponent)
     found: dict[str, Any] = {"k_mean": mean[0], "k_shift": shift[0]}
     if exponent is not None:

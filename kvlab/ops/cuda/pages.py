@@ -55,6 +55,7 @@ _FREEZE = np.dtype(
         ("q", "u8"),
         *((name, "i8") for name in ("q_batch", "q_step", "q_head")),
         *((name, "i4") for name in ("num_heads_q", "before", "room", "force")),
+        ("mean_factor", "u8"),
     ],
     align=True,
 )
@@ -206,8 +207,8 @@ def copy_pages(
 
 def freeze_means(
     head_dim: int, dtype: str, device: int, state: int, batch: int, fresh: Any, addresses: Sequence[int],
-    before: int, stream: int, *, lookahead: int, force: bool, queries: CudaView | None = None,
-    in_blocks: bool = False,
+    before: int, mean_factor: int, stream: int, *, lookahead: int, force: bool,
+    queries: CudaView | None = None, in_blocks: bool = False,
 ) -> None:  # fmt: skip
     """Take the frame of the keys of rows that have enough tokens, and keep the tokens of the others.
 
@@ -221,6 +222,8 @@ def freeze_means(
         Of k, v, valid, importance and positions of `kvlab.cache.waiting.Merged`, 0 where there is none.
     before : int
         Waiting tokens of a row that these have places for.
+    mean_factor : int
+        Address of what means are multiplied by, (head_dim,) float32.
     lookahead : int
         Tokens that may come until the next call.
     force : bool
@@ -235,6 +238,7 @@ def freeze_means(
     for name, address in zip(("k", "v", "valid", "importance", "positions"), addresses, strict=True):
         call[name] = address
     call["before"], call["room"], call["force"] = before, lookahead, force
+    call["mean_factor"] = mean_factor
     if queries is not None:
         call["q"], call["num_heads_q"] = queries.pointer, queries.shape[2]
         call["q_batch"], call["q_step"], call["q_head"] = queries.strides[:3]
