@@ -36,6 +36,7 @@ WRONG: dict[str, list[Any]] = {
     "window": ["a", 1.5, [1, 1], [0], True, NAN, 1j, {}, b"x", np.float32(2), -2, 0, HUGE],
     "path": [1.5, None, [1], {}],
     "frames": ["a", 1.5, [1], {}, np.zeros(3)],
+    "angles": ["a", 1.5, {}, [-0.5], [NAN], ["a"]],
     "quantized": ["a", 1.5, None, [1], np.zeros(3)],
 }
 
@@ -104,6 +105,7 @@ OPTIONS: dict[str, tuple[Any, str]] = {
     "device": (None, "word"),
     "dtype": ("float16", "word"),
     "frames": (None, "frames"),
+    "rotary": (None, "angles"),
 }
 FRAMES = kvlab.KeyFrames.measured([(Q, K, V)])
 GEOMETRY = {name: (value, "count") for name, value in zip(
