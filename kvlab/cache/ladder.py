@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arguments import whole_number
+from kvlab.ops import plan
 from kvlab.ops.layer_state import WAITING_PAGES
 from kvlab.pages import BLOCK_WIDTHS, PAGE_TABLE_BYTES, PageLayout, Width
 
@@ -275,6 +276,12 @@ class LayerFormat:
     def layouts(self) -> tuple[PageLayout, ...]:
         """The pages of each rung."""
         return tuple(self._layout(rung) for rung in self.ladder)
+
+    @cached_property
+    def levels(self) -> plan.Ladder:
+        """What a page of each rung costs and loses, as plans want it; level 0 may be eviction."""
+        cost = [self.page_bytes(r) for r in range(len(self.ladder))]
+        return plan.Ladder((0,) * self.evicts + tuple(cost), tuple(map(loss_of, self.whole_ladder)))
 
     @property
     def is_narrow(self) -> bool:

@@ -19,7 +19,6 @@ from kvlab.cache.cpu import CPU
 from kvlab.cache.cuda import GPU
 from kvlab.cache.ladder import Layer
 from kvlab.cache.launches import keep_launches, launch_again
-from kvlab.cache.reallocation import ladder_of
 from kvlab.cache.step import DeviceCache
 from kvlab.device import translated_out_of_memory
 from kvlab.errors import FormatError
@@ -41,7 +40,7 @@ EXECUTORS: dict[str, Any] = {"cpu": CPU, "cuda": GPU}
 def smallest_of(layers: Sequence[Layer]) -> Callable[[int, int, int], int]:
     """Return a function: layer, tokens of a row, `rewind` -> bytes with which it does, however they come."""
     window, heads = layers[0].residual, layers[0].store.num_heads_kv
-    kinds = [(ladder_of(layer.stored), layer.store.fixed_nbytes) for layer in layers]
+    kinds = [(layer.stored.levels, layer.store.fixed_nbytes) for layer in layers]
     known = lru_cache(maxsize=64)(partial(smallest_nbytes, window=window))  # layers are often alike
 
     def smallest(layer: int, tokens: int, rewind: int) -> int:

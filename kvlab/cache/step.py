@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from kvlab.arrays import CudaView
 from kvlab.cache.ladder import Layer
 from kvlab.cache.launches import KnownStep, Lse, StepCalls
-from kvlab.cache.reallocation import LOOKAHEAD, Reallocator, ladder_of
+from kvlab.cache.reallocation import LOOKAHEAD, Reallocator
 from kvlab.cache.score import Collector
 from kvlab.cache.store import DeviceStore, move_rows, reorder_rows
 from kvlab.cache.waiting import Merged, Waiting, merged_tokens, waits_within
@@ -92,7 +92,7 @@ class DeviceCache:
         takes = [layer.takes_mean for layer in self.layers]
         row_budgets = row_budgets_of(0)
         holds = [
-            waits_within(layer, ladder_of(layer.store), None if row_budgets is None else row_budgets[i])
+            waits_within(layer, None if row_budgets is None else row_budgets[i])
             for i, layer in enumerate(self.layers)
         ]
         budgets = _arena_budgets(self.layers, capacity, row_budgets_of(capacity), self.settings.rewind)
@@ -100,7 +100,7 @@ class DeviceCache:
             store = DeviceStore(
                 [layer.stored for layer in self.layers],
                 self.batch, self.executor, self.like, capacity, budgets,
-                spare=lambda of, slab: spare_nbytes(self.batch, of.num_heads_kv, ladder_of(of), slab),
+                spare=lambda of, slab: spare_nbytes(self.batch, of.num_heads_kv, of.levels, slab),
                 takes_mean=takes, holds_waiting=holds, rewind=self.settings.rewind,
                 sliding_windows=[layer.sliding_window for layer in self.layers],
                 frames=[layer.frame for layer in self.layers],

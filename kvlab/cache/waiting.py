@@ -28,7 +28,6 @@ from kvlab.pages import TOKENS_PER_PAGE
 
 if TYPE_CHECKING:
     from kvlab.cache.ladder import Layer
-    from kvlab.ops.plan import Ladder
 
 __all__ = ["Merged", "Waiting", "merged_tokens", "put_new", "waits_within"]
 
@@ -36,10 +35,10 @@ CAPACITY = WAITING_PAGES * TOKENS_PER_PAGE
 """Tokens that the waiting pages of a row hold."""
 
 
-def waits_within(layer: Layer, ladder: Ladder, row_budget: int | None) -> bool:
+def waits_within(layer: Layer, row_budget: int | None) -> bool:
     """Whether so many bytes hold the waiting pages of a row, and then the pages that its tokens go to."""
-    store = layer.store
-    packed = WAITING_ENTRIES * ladder.cost[0] + 3 * ladder.cost[-1]
+    store, cost = layer.store, layer.store.levels.cost
+    packed = WAITING_ENTRIES * cost[0] + 3 * cost[-1]
     most = max(store.waiting_nbytes, packed)
     needed = store.num_heads_kv * most + store.fixed_nbytes
     return layer.takes_mean and (row_budget is None or needed <= row_budget)
