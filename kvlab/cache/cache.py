@@ -31,7 +31,7 @@ from kvlab.cache import persistence
 from kvlab.cache.importance import observed_by
 from kvlab.cache.ladder import Ladder, Layer, LayerFormat, parse_bits
 from kvlab.cache.options import CacheOptions, Limit, check_device, row_numbers
-from kvlab.cache.runner import Runner, smallest_of
+from kvlab.cache.runner import Runner
 from kvlab.errors import FormatError
 from kvlab.ops.frame import STEADY_OVER, mean_factors
 from kvlab.pages import LayerPages
@@ -139,7 +139,7 @@ class MixedPrecisionCache(CacheOptions):
                 replace(layer, frame=self.frames.of_layer(i, in_blocks=layer.store.in_blocks))
                 for i, layer in enumerate(self._layers)
             ]
-        limit = Limit(self, smallest_of(self._layers), self._layers[0].store.fixed_nbytes)
+        limit = Limit(self, self._layers)
         if self.max_seqlen is not None and not limit.fits(self.max_seqlen, self.batch):
             raise limit.refusal(self.max_seqlen, self.batch)
         self._runner = Runner(self, self._layers, limit)

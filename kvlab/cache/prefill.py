@@ -29,7 +29,6 @@ from kvlab.ops.layer_state import UNIT, new_tokens
 from kvlab.pages import decode_importance, encode_importance, named_pages
 
 if TYPE_CHECKING:
-    from kvlab.cache.options import RowBudgets
     from kvlab.cache.step import DeviceCache
 
 __all__ = ["append", "step"]
@@ -43,7 +42,7 @@ scores have room in so many bytes, and at least so many; evenly spread, since ne
 
 def step(
     cache: DeviceCache, layer: int, arrays: list[Any], views: list[CudaView], valid: Any, scale: float,
-    softcap: float, row_budgets: RowBudgets,
+    softcap: float,
 ) -> Any:  # fmt: skip
     """A step of many tokens: `arrays` and `views` of q, k and v; the last layer waits for the device."""
     (q, k, v), (query, *views), executor = arrays, views, cache.executor
@@ -52,7 +51,7 @@ def step(
         (q, query), (k, views[0]) = _in_units(executor, q, query), _in_units(executor, k, views[0])
     rules: dict[str, Any] = {"scale": scale, "softcap": softcap}
     window = _window(cache, layer, valid, query.shape[1])
-    new = _NewTokens(cache, layer, [k, v], views, valid, row_budgets)
+    new = _NewTokens(cache, layer, [k, v], views, valid)
     codes = new.codes()  # all memory is taken before anything changes
     out, lse = attend_new(executor, q, k, v, valid, window=window, **rules)
     collects = cache.collects(layer, new.steps)
@@ -73,12 +72,9 @@ def step(
     return out
 
 
-def append(
-    cache: DeviceCache, layer: int, arrays: list[Any], views: list[CudaView], valid: Any,
-    row_budgets: RowBudgets,
-) -> None:  # fmt: skip
+def append(cache: DeviceCache, layer: int, arrays: list[Any], views: list[CudaView], valid: Any) -> None:
     """Store many tokens: `arrays` and `views` of k and v; the last layer waits for the device."""
-    new = _NewTokens(cache, layer, arrays, views, valid, row_budgets)
+    new = _NewTokens(cache, layer, arrays, views, valid)
     codes = new.codes()
     cache.kernels.score_norms(arrays[0], codes, cache.settings.importance, new.stream)
     if cache.observes[layer] == "mass":
@@ -91,11 +87,11 @@ class _NewTokens:
     """New tokens of a layer, and the memory in which they are planned, taken before anything changes."""
 
     def __init__(
-        self, cache: DeviceCache, layer: int, arrays: list[Any], views: list[CudaView], valid: Any,
-        row_budgets: RowBudgets,
-    ) -> None:  # fmt: skip
-        self._cache, self._layer, self._row_budgets = cache, layer, row_budgets
+        self, cache: DeviceCache, layer: int, arrays: list[Any], views: list[CudaView], valid: Any
+    ) -> None:
+        self._cache, self._layer = cache, layer
         self.steps, self.length = views[0].shape[1], cache.lengths[layer]
+        self._row_budgets = row_budgets = cache.row_budgets(layer, self.steps)
         self.stream: int = cache.executor.stream(arrays[0])
         cache.collector.flush(self.stream)
         if cache.reallocator.is_pending(layer):

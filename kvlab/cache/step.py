@@ -269,15 +269,25 @@ class DeviceCache:
 
     # ---- room ----------------------------------------------------------------------------------------------
 
-    def reallocate_layer(self, layer: int, steps: int, row_budgets: RowBudgets) -> None:
-        """Plan a layer so that it has room for `steps` tokens, and all others with it if they stand alike.
+    def row_budgets(self, layer: int, steps: int) -> RowBudgets:
+        """Bytes that a row may take in each layer, with so many new tokens of one."""
+        return self.row_budgets_of(self.lengths[layer] + steps)
 
-        Where pages may have holes all layers are planned in any case: only together do they become tidy.
+    def make_room(self, layer: int, steps: int) -> bool:
+        """See to open pages for a step; false where bytes are too few, so that a plan takes its tokens in.
+
+        Layers that stand alike are planned together. Where pages may have holes all layers are planned in any
+        case: only together do they become tidy.
         """
-        state = self.lengths[layer], self.lookahead[layer]
-        together = all((self.lengths[i], self.lookahead[i]) == state for i in range(len(self.layers)))
-        whole = together or not self.reallocator.tidy
-        self._plan(0 if whole else layer, len(self.layers) if whole else 1, steps, row_budgets)
+        if self.lookahead[layer] >= steps:
+            return True
+        row_budgets = self.row_budgets(layer, steps)
+        opens = self.opens_pages(layer, steps, row_budgets)
+        if opens:
+            alike = len(set(zip(self.lengths, self.lookahead, strict=True))) == 1
+            whole = alike or not self.reallocator.tidy
+            self._plan(0 if whole else layer, len(self.layers) if whole else 1, steps, row_budgets)
+        return opens
 
     def reallocate(self, steps: int, row_budgets: RowBudgets) -> None:
         """Choose widths anew for all layers and make room for the next `steps` tokens or more."""

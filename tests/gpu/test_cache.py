@@ -67,8 +67,7 @@ def step(
     device = cache._runner._device
     if device is not None and steps <= 16:  # a step of few tokens that lacks room plans before it attends
         for layer in range(LAYERS):
-            if device.lookahead[layer] < steps:
-                cache._runner._reallocate(device, layer, steps)
+            device.make_room(layer, steps)
     judged = int(rng.integers(LAYERS)) if compared else -1
     for layer in range(LAYERS):
         # Where bytes are few, a layer may close up the pages of all.
