@@ -17,8 +17,8 @@ from kvlab.arrays import CudaView
 from kvlab.cache.contents import Arrays, contents_of, fill
 from kvlab.cache.cpu import CPU
 from kvlab.cache.cuda import GPU
-from kvlab.cache.ladder import Layer
 from kvlab.cache.launches import keep_launches, launch_again
+from kvlab.cache.layers import Layer
 from kvlab.cache.step import DeviceCache
 from kvlab.device import translated_out_of_memory
 from kvlab.errors import FormatError
@@ -81,14 +81,17 @@ class Runner:
         live = np.arange(count.shape[-1]) < num_pages[..., None]
         return int(count[live].sum(dtype=np.int64))
 
-    def page_counts(self, layer: int) -> NDArray[np.int64]:
-        """Pages of each rung of the ladder, (batch, heads, rungs); waits for the device."""
+    def allocation(self) -> dict[str, NDArray[np.int64]]:
+        """`MixedPrecisionCache.allocation`."""
         names = "rung", "index", "num_pages"
-        tables = {name: table[layer] for name, table in zip(names, self._device.read(*names), strict=True)}
-        rungs = np.arange(len(self._layers[layer].store.ladder))
-        mine = tables["rung"][..., None] == rungs
-        counts: NDArray[np.int64] = (mine & named_pages(tables)[..., None]).sum(2)
-        return counts
+        tables = dict(zip(names, self._device.read(*names), strict=True))
+        named, ladders = named_pages(tables), [layer.store.ladder for layer in self._layers]
+        rungs = sorted({rung for ladder in ladders for rung in ladder}, key=lambda rung: rung.total)
+        found = {str(rung): np.zeros(named.shape[:3], np.int64) for rung in rungs}
+        for layer, ladder in enumerate(ladders):
+            for r, rung in enumerate(ladder):
+                found[str(rung)][layer] = (named[layer] & (tables["rung"][layer] == r)).sum(-1)
+        return found
 
     def pages(self, layer: int) -> LayerPages:
         """`MixedPrecisionCache.pages`."""

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import numpy_dtype, viewed
-from kvlab.cache.ladder import LayerFormat
+from kvlab.cache.layers import LayerFormat
 from kvlab.ops.frame import FRAME
 from kvlab.ops.layer_state import OPEN_PAGES, RUNGS, STATE, UNIT, WAITING_ENTRIES, WAITING_PAGES
 from kvlab.ops.packed import Window

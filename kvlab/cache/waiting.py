@@ -27,7 +27,7 @@ from kvlab.ops.layer_state import WAITING_ENTRIES, WAITING_PAGES, new_tokens
 from kvlab.pages import TOKENS_PER_PAGE
 
 if TYPE_CHECKING:
-    from kvlab.cache.ladder import Layer
+    from kvlab.cache.layers import Layer
 
 __all__ = ["Merged", "Waiting", "merged_tokens", "put_new", "waits_within"]
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from kvlab.arrays import numpy_dtype
 from kvlab.cache.cpu import CpuKernels
 from kvlab.cache.importance import weight_of_collection
-from kvlab.cache.ladder import LayerFormat, parse_bits
+from kvlab.cache.layers import LayerFormat
 from kvlab.cache.store import DeviceStore
+from kvlab.ladder import parse_bits
 from kvlab.ops.attention import attention
 from kvlab.ops.frame import FRAME
 from kvlab.ops.layer_state import NEW_TOKENS, OBSERVED, UNIT, new_tokens

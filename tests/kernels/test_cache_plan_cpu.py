@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from kvlab.numba_kernels.cpu.cache_groups import NewTokens, Rules
 from kvlab.numba_kernels.cpu.cache_plan import choose_levels, count_tokens, finish_plan
 
-from kvlab.cache.ladder import LayerFormat, parse_bits
+from kvlab.cache.layers import LayerFormat
+from kvlab.ladder import parse_bits
 from kvlab.ops.cpu.plan import chunks_of, levels_of
 from kvlab.ops.plan import choose_optimum
 from kvlab.reference.cache_layer import RETRY, SEGMENT, Change, Ladder, Layer, Tokens

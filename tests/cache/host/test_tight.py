@@ -19,7 +19,7 @@ def tight_cache(length: int, bits: Any, short: int = 0) -> Any:
 
     shape = (LAYERS, HEADS * GROUP, HEADS, DIM)
     options: dict[str, Any] = {"batch": 2, "bits": bits, "device": "cuda", "recent": 20}
-    store = MixedPrecisionCache(*shape, **options)._layers[0].store
+    store = MixedPrecisionCache(*shape, **options)._runner._layers[0].store
     share = smallest_nbytes(length, HEADS, store.levels, store.fixed_nbytes)
     return MixedPrecisionCache(*shape, budget=share * LAYERS * 2 - short, max_seqlen=length, **options)
 
