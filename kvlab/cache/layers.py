@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,7 @@ from kvlab.pages import PAGE_TABLE_BYTES, PageLayout
 __all__ = ["Layer", "LayerFormat"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerFormat:
     """Pages of one layer.
 
@@ -98,7 +98,7 @@ class LayerFormat:
         return WAITING_PAGES * (self.exact_layout.nbytes + PAGE_TABLE_BYTES) + 4 * self.head_dim
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layer:
     """One layer: the pages of its ladder, its residual window, what importance observes, its sliding window.
 
@@ -111,8 +111,8 @@ class Layer:
     residual: int
     observed: str
     sliding_window: int = 0
-    frame: dict[str, Any] | None = field(default=None, compare=False)
-    mean_factor: NDArray[np.float32] | None = field(default=None, compare=False)
+    frame: dict[str, Any] | None = None
+    mean_factor: NDArray[np.float32] | None = None
 
     @cached_property
     def stored(self) -> LayerFormat:

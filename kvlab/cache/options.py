@@ -376,9 +376,15 @@ def parse_budget(budget: float | int | str | None) -> Budget:
     return Budget(fraction=fraction)
 
 
-_smallest_nbytes = lru_cache(maxsize=64)(smallest_nbytes)  # layers are often alike
 RowBudgets = Sequence[int] | None
 """Bytes that a row may take in each layer; None: no limit."""
+
+
+@lru_cache(maxsize=64)  # layers are often the same
+def _smallest_nbytes(layer: Layer, seqlen: int, rewind: int) -> int:
+    geometry = layer.store.num_heads_kv, layer.stored.levels, layer.store.fixed_nbytes
+    reach = reach_of(layer.sliding_window, rewind)
+    return smallest_nbytes(seqlen, *geometry, window=layer.residual, reach=reach)
 
 
 class Limit:
@@ -440,10 +446,7 @@ class Limit:
 
     def _smallest(self, layer: int, seqlen: int) -> int:
         """Bytes with which a row does, however its tokens come, at the lowest widths."""
-        one = self._layers[layer]
-        geometry = one.store.num_heads_kv, one.stored.levels, one.store.fixed_nbytes
-        reach = reach_of(one.sliding_window, self.rewind)
-        return _smallest_nbytes(seqlen, *geometry, window=one.residual, reach=reach)
+        return _smallest_nbytes(self._layers[layer], seqlen, self.rewind)
 
     def fits(self, seqlen: int, batch: int) -> bool:
         """Whether rows of a length fit for certain."""

@@ -87,14 +87,11 @@ class DeviceCache:
         self.make(capacity, row_budgets_of)
         self.store.clear_arenas()
 
-    def make(self, capacity: int, row_budgets_of: RowBudgetsOf) -> None:
-        """Take memory for so many tokens of a row, and forget the old."""
-        takes = [layer.takes_mean for layer in self.layers]
-        row_budgets = row_budgets_of(0)
-        holds = [
-            waits_within(layer, None if row_budgets is None else row_budgets[i])
-            for i, layer in enumerate(self.layers)
-        ]
+    def make(
+        self, capacity: int, row_budgets_of: RowBudgetsOf, fill: Callable[[DeviceStore], None] | None = None
+    ) -> None:
+        """Take memory for so many tokens of a row, and forget the old; `fill` is given the pages at once."""
+        takes, holds = [layer.takes_mean for layer in self.layers], self._holds_waiting(row_budgets_of)
         budgets = _arena_budgets(self.layers, capacity, row_budgets_of(capacity), self.settings.rewind)
         with translated_out_of_memory(f"a cache of {capacity} tokens a row"):
             store = DeviceStore(
@@ -106,10 +103,19 @@ class DeviceCache:
                 frames=[layer.frame for layer in self.layers],
                 mean_factors=[layer.mean_factor for layer in self.layers],
             )  # fmt: skip
+            if fill is not None:
+                fill(store)
             reallocator = Reallocator(store, self.settings)
         self.capacity, self.row_budgets_of = capacity, row_budgets_of
         self.waiting = Waiting(takes, holds, self.batch)
         self._use(reallocator)
+
+    def _holds_waiting(self, row_budgets_of: RowBudgetsOf) -> list[bool]:
+        """By layer: whether rows have bytes for tokens that wait."""
+        row_budgets = row_budgets_of(0)
+        if row_budgets is None:
+            return [layer.takes_mean for layer in self.layers]
+        return [waits_within(layer, most) for layer, most in zip(self.layers, row_budgets, strict=True)]
 
     def _use(self, reallocator: Reallocator) -> None:
         """Work on the pages of a reallocator from now on."""
@@ -406,18 +412,26 @@ class DeviceCache:
             self.waiting.take_rows(self.waiting, rows)
 
     def _move_rows(self, rows: Any, capacity: int, row_budgets_of: RowBudgetsOf, stream: int) -> None:
-        old, row_budgets = dict(vars(self)), row_budgets_of(max(self.lengths))
+        old, length, source = dict(vars(self)), max(self.lengths), self.store
+        now, then = row_budgets_of(length), self.row_budgets_of(length)
+        fewer = any(after < before for after, before in zip(now or (), then or (), strict=False))
+        ending = self._without_room_to_wait(row_budgets_of)
+
+        def move(store: DeviceStore) -> None:
+            move_rows(source, store, rows, stream)
+
         try:
             self.batch = len(rows)
-            self.make(capacity, row_budgets_of)
-            new = {name: value for name, value in vars(self).items() if value is not old[name]}
-            vars(self).update(old)
-            before = self.row_budgets_of(max(self.lengths))
-            self._end_waiting([i for i, holds in enumerate(new["waiting"].holds) if not holds], stream)
-            if any(now < then for now, then in zip(row_budgets or (), before or (), strict=False)):
-                self.crop(max(self.lengths), row_budgets)  # drops no token: rows only have fewer bytes
-            vars(self).update(new)
-            move_rows(old["store"], self.kernels, rows, stream)
+            # Where nothing has to change before, the device copies while the host lays down the rest.
+            self.make(capacity, row_budgets_of, None if ending or fewer else move)
+            if ending or fewer:
+                new = {name: value for name, value in vars(self).items() if value is not old[name]}
+                vars(self).update(old)
+                self._end_waiting(ending, stream)
+                if fewer:
+                    self.crop(length, now)  # drops no token
+                vars(self).update(new)
+                move(self.store)
         except BaseException:
             vars(self).update(old)
             raise
@@ -425,11 +439,17 @@ class DeviceCache:
         self.waiting.take_rows(old["waiting"], rows)
         self.num_bh = self.store.batch * self.store.heads
 
-    def _end_waiting(self, layers: Sequence[int], stream: int) -> None:
-        """Take the means of rows that wait, however few tokens they have, and store these."""
+    def _without_room_to_wait(self, row_budgets_of: RowBudgetsOf) -> list[int]:
+        """Layers with tokens that wait, for which rows of so many bytes have no pages."""
+        if not self.waiting.rows.any():
+            return []
+        layers = [i for i, holds in enumerate(self._holds_waiting(row_budgets_of)) if not holds]
         for layer in layers:
             self.waiting.advance(layer, self.lengths[layer])
-        layers = [layer for layer in layers if self.waiting.hold_tokens(layer)]
+        return [layer for layer in layers if self.waiting.hold_tokens(layer)]
+
+    def _end_waiting(self, layers: Sequence[int], stream: int) -> None:
+        """Take the frames of rows that wait, however few tokens they have, and store these."""
         if not layers:
             return
         merged, workspace = self._merged(layers, False)
