@@ -98,7 +98,8 @@ class _NewTokens:
             cache.reallocator.synchronize()
         self._merge(arrays[0], valid)
         total = self.steps if self._merged is None else self._merged.before + self.steps
-        again = self.length > 0 or cache.reallocator.is_tight(layer, self.length + self.steps, row_budgets)
+        opened = self.length > 0 or cache.lookahead[layer] > 0  # pages, or open ones
+        again = opened or cache.reallocator.is_tight(layer, self.length + self.steps, row_budgets)
         self._workspace = cache.reallocator.write_workspace(total, again)
         self._arrays, self._views, self._valid = arrays, views, valid
         # Tokens that find no room in a first plan are read again behind the last layer's step, when the

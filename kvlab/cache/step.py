@@ -384,12 +384,13 @@ class DeviceCache:
         apart = any(self.reallocator.is_tight(layer, end + LOOKAHEAD, row_budgets) for layer in layers)
         memory = self._memory_of_plan(layers, True) if apart and end else None
         cropped = max(self.lengths) - end
-        self.reallocator.crop(end, cropped, None if apart else row_budgets, 0 if apart else LOOKAHEAD, stream)
+        opened = LOOKAHEAD if end and not apart else 0  # an empty cache has no pages
+        self.reallocator.crop(end, cropped, None if apart else row_budgets, opened, stream)
         for layer in layers:
             self.waiting.crop(layer, self.lengths[layer], end)
             self.lengths[layer] = end
             self.dropped[layer] = min(self.dropped[layer], end)
-            self.lookahead[layer] = 0 if apart or self.waiting.any(layer) else LOOKAHEAD
+            self.lookahead[layer] = 0 if self.waiting.any(layer) else opened
         if memory is not None:
             self._plan(0, len(self.layers), 0, row_budgets, memory)
 
