@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     {"errors", "arguments", "estimates", "shapes", "sizes"},
     {"arrays", "device", "environment", "threads"},
-    {"jit", "pages", "registry"},
+    {"files", "jit", "ladder", "pages", "registry"},
     {"ops"},
     {"cache"},
     {"engine", "parallel"},

@@ -30,11 +30,12 @@ import torch
 
 from kvlab.arrays import cuda_view
 from kvlab.cache.cuda import GPU, GpuKernels
-from kvlab.cache.ladder import BITS, ERRORS, Bits, LayerFormat, parse_bits
+from kvlab.cache.layers import LayerFormat
 from kvlab.cache.score import Collector
 from kvlab.cache.store import DeviceStore
 from kvlab.lab.results import provenance
 from kvlab.lab.timing_gpu import recorded, time_by_events
+from kvlab.ladder import BITS, ERRORS, Bits, parse_bits
 from kvlab.ops.cuda import packed as packed_cuda
 from kvlab.ops.cuda import pages as kernels
 from kvlab.ops.cuda import plan

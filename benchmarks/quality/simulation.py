@@ -40,11 +40,11 @@ import torch
 import torch.nn.functional as F
 
 from kvlab.cache.importance import weight_of_collection
-from kvlab.cache.ladder import BITS, ERRORS, parse_bits
 from kvlab.lab.quality.model import load_smollm2
 from kvlab.lab.quality.prompts import many_keys
 from kvlab.lab.quality.text import cut_windows
 from kvlab.lab.results import provenance
+from kvlab.ladder import BITS, ERRORS, parse_bits
 from kvlab.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE
 
 PROMPT, SCORED, WHOLE, TEXT, KEYS = 1024, 128, 2047, 1536, 10

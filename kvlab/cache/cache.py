@@ -4,11 +4,11 @@ A model calls `step` once a layer: the new queries attend every stored token, st
 and the new tokens exactly and causally; then the new tokens are stored. While the bytes last, tokens stay at
 the highest rung; when a page is needed that does not fit, the least important tokens of the row are demoted.
 
-What lies where: options.py (options, and bytes a row may take), frames.py (given frames of keys), ladder.py
-(widths, and what is fixed of a layer), importance.py and score.py (scores), runner.py (checks and memory),
+What lies where: options.py (options, and bytes a row may take), frames.py (given frames of keys), layers.py
+(what is fixed of a layer; widths: kvlab/ladder.py), importance.py and score.py (scores), runner.py (checks),
 step.py and prefill.py (steps of few and of many tokens), waiting.py (tokens that wait for their frame),
 launches.py (a step's launches), store.py (pages and tables, beams, copies), reallocation.py (plans, moves),
-contents.py and persistence.py (files). Executors, cpu.py and cuda.py, launch what `kvlab.ops.cpu` and
+contents.py (what files get). Executors, cpu.py and cuda.py, launch what `kvlab.ops.cpu` and
 `kvlab.ops.cuda` have; what a plan may take is in `kvlab.ops.plan`.
 """
 
@@ -25,14 +25,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlab import files
 from kvlab.arguments import LONGEST, number, whole_number
 from kvlab.arrays import Array, ArrayT
-from kvlab.cache import persistence
+from kvlab.cache.contents import check_sizes
 from kvlab.cache.importance import observed_by
-from kvlab.cache.ladder import Ladder, Layer, LayerFormat, parse_bits
+from kvlab.cache.layers import Layer, LayerFormat
 from kvlab.cache.options import CacheOptions, Limit, check_device, row_numbers
-from kvlab.cache.runner import Runner, smallest_of
+from kvlab.cache.runner import Runner
 from kvlab.errors import FormatError
+from kvlab.ladder import Ladder, parse_bits
 from kvlab.ops.frame import STEADY_OVER, mean_factors
 from kvlab.pages import LayerPages
 
@@ -133,16 +135,16 @@ class MixedPrecisionCache(CacheOptions):
             factor = mean_factors(turns, self.head_dim, length) if turns else None
             return Layer(pages, self.residual, observed, window, mean_factor=factor)
 
-        self._layers = [*map(layer_of, ladders, self.windows, self.turns)]
+        layers = [*map(layer_of, ladders, self.windows, self.turns)]
         if self.frames is not None:
-            self._layers = [
+            layers = [
                 replace(layer, frame=self.frames.of_layer(i, in_blocks=layer.store.in_blocks))
-                for i, layer in enumerate(self._layers)
+                for i, layer in enumerate(layers)
             ]
-        limit = Limit(self, smallest_of(self._layers), self._layers[0].store.fixed_nbytes)
+        limit = Limit(self, layers)
         if self.max_seqlen is not None and not limit.fits(self.max_seqlen, self.batch):
             raise limit.refusal(self.max_seqlen, self.batch)
-        self._runner = Runner(self, self._layers, limit)
+        self._runner = Runner(self, layers, limit)
         self._copies_nothing = self.on_gpu
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -230,15 +232,7 @@ class MixedPrecisionCache(CacheOptions):
         dict of str to int64 array (layers, batch, KV heads)
             By the name of the rung, as "k4v3".
         """
-        stores = [layer.store for layer in self._layers]
-        names = sorted({rung for store in stores for rung in store.ladder}, key=lambda rung: rung.total)
-        shape = (self.num_layers, self.batch, self.num_heads_kv)
-        found = {str(rung): np.zeros(shape, np.int64) for rung in names}
-        for layer, store in enumerate(stores):
-            counts = self._runner.page_counts(layer)
-            for r, rung in enumerate(store.ladder):
-                found[str(rung)][layer] = counts[..., r]
-        return found
+        return self._runner.allocation()
 
     def pages(self, layer: int) -> LayerPages:
         """Return a copy of the pages of a layer in host memory; on a GPU, waits for it.
@@ -560,7 +554,7 @@ class MixedPrecisionCache(CacheOptions):
     # ---- files ---------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the cache to a file, atomically; see `kvlab.cache.persistence` for the format.
+        """Write the cache to a file, atomically; see `kvlab.files` for the format.
 
         A file that is there keeps its permissions; a symbolic link stays, and what it names is replaced. On a
         GPU, waits for it.
@@ -574,10 +568,9 @@ class MixedPrecisionCache(CacheOptions):
             raise NotImplementedError(
                 "a cache whose importance is a function cannot be saved; choose a policy by name"
             )
-        persistence.checked_path(path)
+        files.checked_path(path)
         states, arrays = self._runner.contents()
-        description = {"version": persistence.FORMAT_VERSION, "arguments": self.saved(), "layers": states}
-        persistence.write(path, description, arrays)
+        files.write(path, {"arguments": self.saved(), "layers": states}, arrays)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, device: str | None = None) -> MixedPrecisionCache:
@@ -595,9 +588,9 @@ class MixedPrecisionCache(CacheOptions):
             If the file is damaged, truncated, of another version, or no saved cache.
         """
         check_device(device)
-        description, arrays = persistence.read(path)
+        description, arrays = files.read(path)
         try:
-            persistence.check_sizes(description, arrays)
+            check_sizes(description, arrays)
             cache = cls(**description["arguments"], device=device)
             cache._runner.fill(description["layers"], arrays)
         except FormatError:

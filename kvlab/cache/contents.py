@@ -23,7 +23,7 @@ from kvlab.pages import NO_PAGE, QUAD, TOKENS_PER_PAGE, PageLayout, named_pages
 if TYPE_CHECKING:
     from kvlab.cache.step import DeviceCache
 
-__all__ = ["Arrays", "contents_of", "fill"]
+__all__ = ["Arrays", "check_sizes", "contents_of", "fill"]
 
 Arrays = dict[str, NDArray[Any]]
 _TABLES = {"rung": np.uint8, "count": np.uint8, "base": np.uint16}
@@ -58,6 +58,16 @@ def contents_of(cache: DeviceCache) -> tuple[list[dict[str, Any]], Arrays]:
             )
         arrays |= {f"{number}.{name}": np.array(x) for name, x in mine.items()}
     return states, arrays
+
+
+def check_sizes(description: dict[str, Any], arrays: Arrays) -> None:
+    """Refuse numbers in the arguments that the arrays do not bear out, before a cache is made from them."""
+    arguments = description["arguments"]
+    layers, rows, heads = (arguments[name] for name in ("num_layers", "batch", "num_heads_kv"))
+    if layers != len(description["layers"]):
+        raise FormatError(f"state of {len(description['layers'])} layers for a cache of {layers}")
+    if arrays["0.num_pages"].shape != (rows, heads):
+        raise FormatError(f"0.num_pages has shape {arrays['0.num_pages'].shape}, not {(rows, heads)}")
 
 
 def fill(cache: DeviceCache, states: list[dict[str, Any]], arrays: Arrays) -> None:

@@ -30,8 +30,8 @@ from kvlab.ops.plan import Ladder, PlanShape
 from kvlab.pages import profile_names
 
 if TYPE_CHECKING:
-    from kvlab.cache.ladder import Rung
     from kvlab.cache.store import DevicePages, DeviceStore, RowMove
+    from kvlab.ladder import Rung
 
 __all__ = ["GPU", "GpuExecutor", "GpuKernels"]
 

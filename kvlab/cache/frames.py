@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.cache import persistence
+from kvlab import files
 from kvlab.errors import FormatError
 from kvlab.ops.frame import (
     FIRST,
@@ -104,7 +104,7 @@ class KeyFrames:
         return cls(*map(np.stack, zip(*found, strict=True)))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the frames to a file, atomically; see `kvlab.cache.persistence` for the format.
+        """Write the frames to a file, atomically; see `kvlab.files` for the format.
 
         Examples
         --------
@@ -116,7 +116,7 @@ class KeyFrames:
         True
         """
         arrays = {field.name: getattr(self, field.name) for field in fields(self)}
-        persistence.write(path, {"version": persistence.FORMAT_VERSION, "holds": "frames"}, arrays)
+        files.write(path, {"holds": "frames"}, arrays)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> KeyFrames:
@@ -127,7 +127,7 @@ class KeyFrames:
         FormatError
             If the file is damaged, truncated, of another version, or holds no frames.
         """
-        description, arrays = persistence.read(path)
+        description, arrays = files.read(path)
         names = {field.name for field in fields(cls)}
         if description.get("holds") != "frames" or set(arrays) != names:
             raise FormatError(f"{os.fspath(path)}: holds no frames; a cache is loaded by MixedPrecisionCache")

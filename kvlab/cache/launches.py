@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvlab.arrays import CudaView
-from kvlab.cache.ladder import EXACT, Rung
+from kvlab.ladder import EXACT
 from kvlab.ops.layer_state import OBSERVED, ROWS
 
 if TYPE_CHECKING:
@@ -128,25 +129,17 @@ class StepCalls:
         mode = self._waiting.mode(layer)
         key = (layer, steps, scale, softcap, observed, mode)
         if key not in self._appends:
+            options = {"steps": steps, "group": self._group, "scale": scale, "softcap": softcap}
+            append_call = partial(self._kernels.append_call, layer, observed=OBSERVED[observed], **options)
             top = self._store.stores[layer].ladder[-1]
-
-            def append_to(rung: Rung, rows: str) -> Any:
-                return self._kernels.append_call(
-                    layer,
-                    rung,
-                    steps=steps,
-                    group=self._group,
-                    scale=scale,
-                    softcap=softcap,
-                    observed=OBSERVED[observed],
-                    rows=ROWS[rows],
-                )
-
             if mode == "some":
-                both = append_to(top, "others"), append_to(EXACT, "waiting")
-                self._appends[key] = _BothAppends(*both)
+                others, waiting = (
+                    append_call(top, rows=ROWS["others"]),
+                    append_call(EXACT, rows=ROWS["waiting"]),
+                )
+                self._appends[key] = _BothAppends(others, waiting)
             else:
-                self._appends[key] = append_to(EXACT if mode == "all" else top, "all")
+                self._appends[key] = append_call(EXACT if mode == "all" else top, rows=ROWS["all"])
         return self._appends[key]
 
     def _lse_of(self, steps: int) -> Lse:

@@ -16,9 +16,9 @@ from __future__ import annotations
 import difflib
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, MISSING, dataclass, fields
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from typing import Any
 
 import numpy as np
@@ -28,10 +28,11 @@ from kvlab.arguments import LONGEST, choice, number, whole_number
 from kvlab.arrays import Array, dtype_name, to_numpy_view
 from kvlab.cache.frames import KeyFrames
 from kvlab.cache.importance import Importance, UpdateFunction, observed_by
-from kvlab.cache.ladder import BITS, Bits
+from kvlab.cache.layers import Layer
 from kvlab.errors import BudgetError
+from kvlab.ladder import BITS, Bits
 from kvlab.ops.allocator import METHODS, Method
-from kvlab.ops.plan import reach_of
+from kvlab.ops.plan import reach_of, smallest_nbytes
 from kvlab.sizes import parse_size
 
 __all__ = [
@@ -379,6 +380,13 @@ RowBudgets = Sequence[int] | None
 """Bytes that a row may take in each layer; None: no limit."""
 
 
+@lru_cache(maxsize=64)  # layers are often the same
+def _smallest_nbytes(layer: Layer, seqlen: int, rewind: int) -> int:
+    geometry = layer.store.num_heads_kv, layer.stored.levels, layer.store.fixed_nbytes
+    reach = reach_of(layer.sliding_window, rewind)
+    return smallest_nbytes(seqlen, *geometry, window=layer.residual, reach=reach)
+
+
 class Limit:
     """The budget of one cache, for rows of any length.
 
@@ -389,10 +397,7 @@ class Limit:
     Parameters
     ----------
     options : CacheOptions
-    smallest_nbytes : callable
-        From a layer, the tokens of a row and `rewind` to the bytes with which it does, at the lowest widths.
-    fixed_nbytes : int
-        Bytes of a row without tokens, in any layer.
+    layers : sequence of Layer
 
     Raises
     ------
@@ -400,12 +405,10 @@ class Limit:
         If not even an empty cache fits.
     """
 
-    def __init__(
-        self, options: CacheOptions, smallest_nbytes: Callable[[int, int, int], int], fixed_nbytes: int
-    ) -> None:
+    def __init__(self, options: CacheOptions, layers: Sequence[Layer]) -> None:
         self.budget = parse_budget(options.budget)
-        self._smallest_of, self._fixed_nbytes, self.rewind = smallest_nbytes, fixed_nbytes, options.rewind
-        self._num_layers, self._plan_length = options.num_layers, options.plan_length
+        self._layers, self.rewind, self._plan_length = layers, options.rewind, options.plan_length
+        self._fixed_nbytes = layers[0].store.fixed_nbytes  # of a row without tokens, in any layer
         self._fp16_token, self._windows = 2 * 2 * options.num_heads_kv * options.head_dim, options.windows
         longest = max(options.max_seqlen or options.plan_length, 1)
         self._shares = [min(longest, window or longest) for window in self._windows]
@@ -434,7 +437,7 @@ class Limit:
 
     def smallest_nbytes(self, seqlen: int) -> int:
         """Bytes of a row, in all layers by their shares, with which so many tokens fit for certain."""
-        return self._whole([self._smallest(layer, seqlen) for layer in range(self._num_layers)])
+        return self._whole([self._smallest(layer, seqlen) for layer in range(len(self._layers))])
 
     def _whole(self, needed: Sequence[int]) -> int:
         """Bytes of which every layer's share is what it needs."""
@@ -442,7 +445,8 @@ class Limit:
         return max(-(-n * whole // share) for n, share in zip(needed, self._shares, strict=True))
 
     def _smallest(self, layer: int, seqlen: int) -> int:
-        return self._smallest_of(layer, seqlen, self.rewind)
+        """Bytes with which a row does, however its tokens come, at the lowest widths."""
+        return _smallest_nbytes(self._layers[layer], seqlen, self.rewind)
 
     def fits(self, seqlen: int, batch: int) -> bool:
         """Whether rows of a length fit for certain."""
@@ -497,4 +501,4 @@ class Limit:
         return budgets is None or min(budgets) >= self._fixed_nbytes
 
     def _empty_nbytes(self, batch: int) -> int:
-        return self._whole([self._fixed_nbytes] * self._num_layers) * max(batch, 1)
+        return self._whole([self._fixed_nbytes] * len(self._layers)) * max(batch, 1)

@@ -14,7 +14,8 @@ refused: a path for research. The function is given the mass as a page would sto
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,17 +25,14 @@ from kvlab.cache.importance import MOST_TOKENS, UpdateFunction, ask
 from kvlab.cache.reallocation import PendingWrite
 from kvlab.cache.waiting import Merged, merged_tokens, put_new
 from kvlab.ops.attention import attention, attention_varlen
-from kvlab.ops.cuda.plan import Workspace
 from kvlab.ops.layer_state import UNIT, new_tokens
 from kvlab.pages import decode_importance, encode_importance, named_pages
 
 if TYPE_CHECKING:
-    from kvlab.cache.options import RowBudgets
     from kvlab.cache.step import DeviceCache
 
 __all__ = ["append", "step"]
 
-Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
 
 MIN_ROWS, MAX_SCORE_NBYTES = 16, 256 << 20
@@ -43,101 +41,121 @@ scores have room in so many bytes, and at least so many; evenly spread, since ne
 
 
 def step(
-    cache: DeviceCache,
-    layer: int,
-    arrays: list[Any],
-    views: list[CudaView],
-    valid: Any,
-    scale: float,
+    cache: DeviceCache, layer: int, arrays: list[Any], views: list[CudaView], valid: Any, scale: float,
     softcap: float,
-    row_budgets: RowBudgets,
-) -> Any:
+) -> Any:  # fmt: skip
     """A step of many tokens: `arrays` and `views` of q, k and v; the last layer waits for the device."""
-    executor, steps, observed = cache.executor, views[0].shape[1], cache.observes[layer] == "mass"
-    stream = executor.stream(arrays[0])
+    (q, k, v), (query, *views), executor = arrays, views, cache.executor
+    observed = cache.observes[layer] == "mass"
     if observed:
-        both = [_in_units(executor, x, view) for x, view in zip(arrays[:2], views[:2], strict=True)]
-        arrays[:2], views[:2] = zip(*both, strict=True)
-    q, k, v = arrays
-    window = _window(cache, layer, valid, steps)
-    memory = _begin(cache, layer, [k, v], valid, row_budgets, stream)
-    new = _kept(cache, layer, [k, v], views[1:], valid, row_budgets)
-    codes = executor.empty((cache.num_bh, steps), "uint8", k)  # all memory is taken before anything changes
-    out, lse = attend_new(executor, q, k, v, valid, scale, softcap, window)
-    collects = cache.collects(layer, steps)
+        (q, query), (k, views[0]) = _in_units(executor, q, query), _in_units(executor, k, views[0])
+    rules: dict[str, Any] = {"scale": scale, "softcap": softcap}
+    window = _window(cache, layer, valid, query.shape[1])
+    new = _NewTokens(cache, layer, [k, v], views, valid)
+    codes = new.codes()  # all memory is taken before anything changes
+    out, lse = attend_new(executor, q, k, v, valid, window=window, **rules)
+    collects = cache.collects(layer, new.steps)
     received = None
-    if cache.lengths[layer]:
-        received = _attend_stored(
-            cache, layer, q, views[0], out, lse, valid, scale, softcap, collects, stream
-        )
+    if new.length:
+        received = _attend_stored(cache, layer, q, query, (out, lse), valid, collects, new.stream, **rules)
     if observed:
-        cache.kernels.score_new(
-            views[0], views[1], lse, codes, rows=MOST_TOKENS, scale=scale, softcap=softcap, stream=stream
-        )
+        cache.kernels.score_new(query, views[0], lse, codes, rows=MOST_TOKENS, stream=new.stream, **rules)
         _ask_function(cache, layer, codes, valid)
     else:
-        cache.kernels.score_norms(k, codes, cache.settings.importance, stream)
+        cache.kernels.score_norms(k, codes, cache.settings.importance, new.stream)
     if received is not None:  # behind what a user's function says of new tokens: if it fails, nothing changed
-        _score_stored(cache, layer, *received, steps, stream)
-    _enqueue(cache, layer, *new, codes, row_budgets, memory, stream, views[0])
-    cache.count(layer, steps, collects)
+        _score_stored(cache, layer, *received, new.steps, new.stream)
+    new.enqueue(codes, query)
+    cache.count(layer, new.steps, collects)
     if layer == len(cache.layers) - 1:
         cache.calls.forget()
     return out
 
 
-def append(
-    cache: DeviceCache,
-    layer: int,
-    arrays: list[Any],
-    views: list[CudaView],
-    valid: Any,
-    row_budgets: RowBudgets,
-) -> None:
+def append(cache: DeviceCache, layer: int, arrays: list[Any], views: list[CudaView], valid: Any) -> None:
     """Store many tokens: `arrays` and `views` of k and v; the last layer waits for the device."""
-    k, steps, executor = arrays[0], views[0].shape[1], cache.executor
-    stream = executor.stream(k)
-    memory = _begin(cache, layer, arrays, valid, row_budgets, stream)
-    new = _kept(cache, layer, arrays, views, valid, row_budgets)
-    codes = executor.empty((cache.num_bh, steps), "uint8", k)
-    cache.kernels.score_norms(k, codes, cache.settings.importance, stream)
+    new = _NewTokens(cache, layer, arrays, views, valid)
+    codes = new.codes()
+    cache.kernels.score_norms(arrays[0], codes, cache.settings.importance, new.stream)
     if cache.observes[layer] == "mass":
         _ask_function(cache, layer, codes, valid)
-    _enqueue(cache, layer, *new, codes, row_budgets, memory, stream)
-    cache.count(layer, steps, False)
+    new.enqueue(codes)
+    cache.count(layer, new.steps, False)
 
 
-class _Memory(NamedTuple):
-    """What a layer's new tokens are planned in.
+class _NewTokens:
+    """New tokens of a layer, and the memory in which they are planned, taken before anything changes."""
 
-    counts (batch,): how many are valid, where rows may wait for the mean of their keys. `merged`: tokens that
-    wait and new ones, unless all rows get their mean by the new ones alone.
-    """
+    def __init__(
+        self, cache: DeviceCache, layer: int, arrays: list[Any], views: list[CudaView], valid: Any
+    ) -> None:
+        self._cache, self._layer = cache, layer
+        self.steps, self.length = views[0].shape[1], cache.lengths[layer]
+        self._row_budgets = row_budgets = cache.row_budgets(layer, self.steps)
+        self.stream: int = cache.executor.stream(arrays[0])
+        cache.collector.flush(self.stream)
+        if cache.reallocator.is_pending(layer):
+            cache.reallocator.synchronize()
+        self._merge(arrays[0], valid)
+        total = self.steps if self._merged is None else self._merged.before + self.steps
+        opened = self.length > 0 or cache.lookahead[layer] > 0  # pages, or open ones
+        again = opened or cache.reallocator.is_tight(layer, self.length + self.steps, row_budgets)
+        self._workspace = cache.reallocator.write_workspace(total, again)
+        self._arrays, self._views, self._valid = arrays, views, valid
+        # Tokens that find no room in a first plan are read again behind the last layer's step, when the
+        # caller may have put those of another layer in their place. Only a budget, or a sliding window, and
+        # tokens in pages leave too little room.
+        if self.length and (row_budgets is not None or cache.layers[layer].sliding_window):
+            copied, view = cache.executor.copied, cache.executor.view
+            self._arrays = [copied(x) for x in arrays]
+            self._views = [view(x, "x") for x in self._arrays]
+            self._valid = None if valid is None else copied(valid)
 
-    workspace: Workspace
-    counts: NDArray[np.int64] | None
-    merged: Merged | None
+    def _merge(self, k: Any, valid: Any) -> None:
+        """Where rows may wait for their frame: count tokens, and take memory for them beside those that wait.
 
+        It is not needed where all rows get their frame by the new tokens alone.
+        """
+        waiting, executor, layer = self._cache.waiting, self._cache.executor, self._layer
+        self._counts: NDArray[np.int64] | None = None
+        self._merged: Merged | None = None
+        if waiting.any(layer):
+            waiting.advance(layer, self.length)
+            batch = len(k)
+            self._counts = (
+                np.full(batch, self.steps, np.int64) if valid is None else executor.to_host(valid).sum(1)
+            )
+            held = waiting.hold_tokens(layer)
+            if held or not waiting.must_freeze(layer, self._counts).all():
+                self._merged = merged_tokens(tuple(k.shape), executor, k, dtype_name(k), waiting=held)
 
-def _begin(
-    cache: DeviceCache, layer: int, new: list[Any], valid: Any, row_budgets: RowBudgets, stream: int
-) -> _Memory:
-    """Leave nothing undone that pages of this layer wait for, and take memory for the plan."""
-    cache.collector.flush(stream)
-    if cache.reallocator.is_pending(layer):
-        cache.reallocator.synchronize()
-    waiting, length, counts, merged = cache.waiting, cache.lengths[layer], None, None
-    shape = tuple(new[0].shape)
-    batch, steps = shape[:2]
-    if waiting.any(layer):
-        waiting.advance(layer, length)
-        counts = np.full(batch, steps, np.int64) if valid is None else cache.executor.to_host(valid).sum(1)
-        held = waiting.hold_tokens(layer)
-        if held or not waiting.must_freeze(layer, counts).all():
-            merged = merged_tokens(shape, cache.executor, new[0], dtype_name(new[0]), waiting=held)
-    total = steps if merged is None else merged.before + steps
-    again = length > 0 or cache.reallocator.is_tight(layer, length + steps, row_budgets)
-    return _Memory(cache.reallocator.write_workspace(total, again), counts, merged)
+    def codes(self) -> Any:
+        """Memory for the importance of the tokens, (batch * num_heads_kv, steps)."""
+        return self._cache.executor.empty((self._cache.num_bh, self.steps), "uint8", self._arrays[0])
+
+    def enqueue(self, codes: Any, queries: CudaView | None = None) -> None:
+        """Plan and write the tokens."""
+        cache, layer, pointer = self._cache, self._layer, self._cache.executor.pointer
+        (k, v), valid, end = self._views, self._valid, self.length + self.steps
+        mask = 0 if valid is None else pointer(valid)
+        tokens = new_tokens(k, v, mask, pointer(codes), self.steps, self.length)
+        cache.reallocator.set_row_budgets(self._row_budgets)
+        arrays = (*self._arrays, codes) if valid is None else (*self._arrays, codes, valid)
+        merged = self._merged
+        if self._counts is not None:
+            if merged is not None:
+                put_new(merged, self._arrays[0], self._arrays[1], codes)
+            cache.freeze(layer, tokens, merged, 1, self.stream, queries=queries)
+            cache.waiting.add(layer, end, self._counts)
+            cache.waiting.frozen(layer, end + 1)
+            if merged is not None:
+                tokens = merged.new_tokens(k, v, pointer(codes), self.length)
+                arrays = (*arrays, *merged.arrays)
+        # No room for tokens to come: if more parts follow, open pages would have taken bytes from these.
+        write = PendingWrite(layer, tokens, self._workspace, self.stream, arrays)
+        cache.reallocator.enqueue(write, last=layer == len(cache.layers) - 1)
+        cache.lookahead[layer] = self.steps  # less these steps, which are counted next
+        cache.count_dropped(layer, end)
 
 
 def _in_units(executor: Any, x: Any, view: CudaView) -> tuple[Any, CudaView]:
@@ -146,23 +164,6 @@ def _in_units(executor: Any, x: Any, view: CudaView) -> tuple[Any, CudaView]:
         return x, view
     x = executor.contiguous(x, "x")
     return x, executor.view(x, "x")
-
-
-def _kept(
-    cache: DeviceCache, layer: int, new: list[Any], views: list[CudaView], valid: Any, row_budgets: RowBudgets
-) -> tuple[list[Any], list[CudaView], Any]:
-    """New keys and values, their views and mask, which stay as they are until `Reallocator.synchronize`.
-
-    Tokens that find no room in a first plan are read again behind the last layer's step, when the caller may
-    have put those of another layer in their place. Only a budget, or a sliding window, and tokens in pages
-    leave too little room.
-    """
-    limited = row_budgets is not None or cache.layers[layer].sliding_window
-    if not limited or not cache.lengths[layer]:
-        return new, views, valid
-    copied, view = cache.executor.copied, cache.executor.view
-    new = [copied(x) for x in new]
-    return new, [view(x, "x") for x in new], None if valid is None else copied(valid)
 
 
 def _window(cache: DeviceCache, layer: int, valid: Any, steps: int) -> int:
@@ -210,27 +211,18 @@ def attend_new(
 
 
 def _attend_stored(
-    cache: DeviceCache,
-    layer: int,
-    q: Any,
-    view: CudaView,
-    out: Any,
-    lse: Any,
-    valid: Any,
-    scale: float,
-    softcap: float,
-    collects: bool,
-    stream: int,
-) -> tuple[Any, Any] | None:
-    """Merge attention over stored tokens into `out` and `lse`; the scores and lse of a step that `collects`.
+    cache: DeviceCache, layer: int, q: Any, view: CudaView, results: tuple[Any, Any], valid: Any,
+    collects: bool, stream: int, *, scale: float, softcap: float,
+) -> tuple[Any, Any] | None:  # fmt: skip
+    """Merge attention over stored tokens into out and lse; the scores and lse of a step that `collects`.
 
-    `lse` of padding is infinite behind it: it counts nothing for the importance of any token.
+    The lse of padding is infinite behind it: it counts nothing for the importance of any token.
     """
-    steps, executor = q.shape[1], cache.executor
+    (out, lse), steps, executor = results, q.shape[1], cache.executor
     rows, whole = _observed_rows(cache, steps) if collects else (slice(0), False)
     kept = len(range(steps)[rows]) if whole else 0
     stored, stored_lse, scores = cache.calls.attend(layer, q, view, scale, softcap, kept)
-    addresses = [cache.executor.pointer(x) for x in (out, lse, stored, stored_lse)]
+    addresses = [executor.pointer(x) for x in (out, lse, stored, stored_lse)]
     cache.kernels.merge_rows(addresses, tuple(q.shape[:3]), stream)
     if valid is not None:
         out[~valid], lse.swapaxes(1, 2)[~valid] = 0, float("inf")
@@ -240,27 +232,11 @@ def _attend_stored(
     if kept != steps:
         some = q[:, rows]  # in a sliding window's layer as if neighbours: that hides no token that stays
         if not whole:
-            scores = cache.calls.attend(layer, some, executor.view(some, "q"), scale, softcap, some.shape[1])[
-                2
-            ]
+            own = executor.view(some, "q")
+            scores = cache.calls.attend(layer, some, own, scale, softcap, some.shape[1])[2]
         total = executor.empty((len(q), q.shape[2], some.shape[1]), "float32", q)
         total[...] = lse[:, :, rows]
     return scores[None], total[None]
-
-
-def _score_stored(cache: DeviceCache, layer: int, scores: Any, lse: Any, steps: int, stream: int) -> None:
-    """Bring the importance of stored tokens up to date with what they received."""
-    update = cache.settings.function
-    if update is None:
-        cache.collector.score(layer, scores, lse, cache.since[layer] + steps, 0, stream)
-    else:
-        _call_on_stored(update, cache, layer, scores, lse, stream)
-
-
-def _ask_function(cache: DeviceCache, layer: int, codes: Any, valid: Any) -> None:
-    """Let a user's function, if importance is one, score new tokens."""
-    if cache.settings.function is not None:
-        _call_on_new(cache.settings.function, cache, layer, codes, valid)
 
 
 def _observed_rows(cache: DeviceCache, steps: int) -> tuple[slice, bool]:
@@ -272,51 +248,26 @@ def _observed_rows(cache: DeviceCache, steps: int) -> tuple[slice, bool]:
     return slice(steps - 1 - (last - 1) // apart * apart, steps, apart), apart == 1
 
 
-def _enqueue(
-    cache: DeviceCache,
-    layer: int,
-    new: list[Any],
-    views: list[CudaView],
-    valid: Any,
-    codes: Any,
-    row_budgets: RowBudgets,
-    memory: _Memory,
-    stream: int,
-    queries: CudaView | None = None,
-) -> None:
-    """Plan and write new keys and values of one layer."""
-    steps, length = views[0].shape[1], cache.lengths[layer]
-    (workspace, counts, merged), pointer = memory, cache.executor.pointer
-    mask = 0 if valid is None else pointer(valid)
-    fresh = new_tokens(views[0], views[1], mask, pointer(codes), steps, length)
-    reallocator = cache.reallocator
-    reallocator.set_row_budgets(row_budgets)
-    arrays = (*new, codes) if valid is None else (*new, codes, valid)
-    if counts is not None:
-        if merged is not None:
-            put_new(merged, new[0], new[1], codes)
-        cache.freeze(layer, fresh, merged, 1, stream, queries=queries)
-        cache.waiting.add(layer, length + steps, counts)
-        cache.waiting.frozen(layer, length + steps + 1)
-        if merged is not None:
-            fresh = merged.new_tokens(views[0], views[1], pointer(codes), length)
-            arrays = (*arrays, *merged.arrays)
-    # No room for tokens to come: if more parts follow, open pages would have taken bytes from these tokens.
-    last = layer == len(cache.layers) - 1
-    reallocator.enqueue(PendingWrite(layer, fresh, workspace, stream, arrays), last=last)
-    cache.lookahead[layer] = steps  # less these steps, which are counted next
-    cache.count_dropped(layer, length + steps)
+def _score_stored(cache: DeviceCache, layer: int, scores: Any, lse: Any, steps: int, stream: int) -> None:
+    """Bring the importance of stored tokens up to date with what they received."""
+    update = cache.settings.function
+    if update is None:
+        cache.collector.score(layer, scores, lse, cache.since[layer] + steps, 0, stream)
+    else:
+        _call_on_stored(update, cache, layer, scores, lse, stream)
 
 
 # ---- importance as a user's function -----------------------------------------------------------------------
 
 
-def _call_on_new(update: UpdateFunction, cache: DeviceCache, layer: int, codes: Any, valid: Any) -> None:
-    """Let the function score the new tokens of a step.
+def _ask_function(cache: DeviceCache, layer: int, codes: Any, valid: Any) -> None:
+    """Let a user's function, if importance is one, score the new tokens of a step.
 
     codes uint8 (batch * num_heads_kv, steps): what they received; becomes their importance.
     valid (batch, steps) bool or None: False is padding.
     """
+    if (update := cache.settings.function) is None:
+        return
     store, length, steps = cache.store, cache.lengths[layer], codes.shape[1]
     to_host = cache.executor.to_host
     use = np.ones((store.batch, steps), bool) if valid is None else to_host(valid)
@@ -324,8 +275,7 @@ def _call_on_new(update: UpdateFunction, cache: DeviceCache, layer: int, codes: 
     for row in range(store.batch):
         observed = decode_importance(host[row][:, use[row]])
         position = np.broadcast_to(length + np.flatnonzero(use[row]), observed.shape)
-        score = ask(update, None, observed, position, length + steps)
-        host[row][:, use[row]] = encode_importance(score)
+        host[row][:, use[row]] = encode_importance(ask(update, None, observed, position, length + steps))
     cache.executor.overwrite(codes, host.reshape(-1, steps))
 
 
@@ -342,39 +292,30 @@ def _call_on_stored(
     result = before
     try:
         cache.collector.score(layer, scores, lse, 1, 0, stream)
-        result = _scored(update, cache, layer, before, to_host(arena).copy())
+        after = to_host(arena).copy()
+        for at, position in _importance_of_rows(cache, layer, after):
+            previous, observed = decode_importance(before[at]), decode_importance(after[at])
+            after[at] = encode_importance(ask(update, previous, observed, position, cache.lengths[layer]))
+        result = after
     finally:
         cache.executor.overwrite(arena, result)
 
 
-def _scored(update: UpdateFunction, cache: DeviceCache, layer: int, before: Bytes, after: Bytes) -> Bytes:
-    """Put the function's scores into `after`, which has what tokens received; `before` has importance."""
-    store, length, to_host = cache.store, cache.lengths[layer], cache.executor.to_host
+def _importance_of_rows(
+    cache: DeviceCache, layer: int, arena: NDArray[np.uint8]
+) -> Iterator[tuple[Ints, Ints]]:
+    """Of each row: where in the arena the importance of its tokens lies, and their positions."""
     names = "rung", "count", "index", "base", "num_pages"
-    tables = {name: to_host(store.tables[name][layer]) for name in names}
-    live = named_pages(tables)
-    for row in range(store.batch):
-        at, position = _importance_offsets(
-            cache, layer, {name: table[row] for name, table in tables.items()}, live[row], after
-        )
-        previous, observed = decode_importance(before[at]), decode_importance(after[at])
-        after[at] = encode_importance(ask(update, previous, observed, position, length))
-    return after
-
-
-def _importance_offsets(
-    cache: DeviceCache, layer: int, tables: dict[str, NDArray[Any]], live: NDArray[np.bool_], arena: Bytes
-) -> tuple[Ints, Ints]:
-    """Where in the arena the importance of each token of a row lies, by head and page, and its position."""
-    places, positions = [], []
-    for head, entry in np.argwhere(live):
-        rung, count, index, base = (
-            int(tables[name][head, entry]) for name in ("rung", "count", "index", "base")
-        )
-        layout = cache.store.layouts(layer)[rung]
-        start = (index & 0xFFFFFFFF) * UNIT
-        lower = arena[start + layout.positions : start + layout.importance].view("<u2")[:count]
-        places.append(start + layout.importance + np.arange(count))
-        positions.append(((base & 0xFFFF) << 16) + lower.astype(np.int64))
-    nothing = np.empty(0, np.int64)
-    return np.concatenate([nothing, *places]), np.concatenate([nothing, *positions])
+    tables = {name: cache.executor.to_host(cache.store.tables[name][layer]) for name in names}
+    live, layouts = named_pages(tables), cache.store.layouts(layer)
+    index, base = tables["index"].view(np.uint32), tables["base"].view(np.uint16)
+    for row in range(cache.store.batch):
+        places, positions = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for head, entry in np.argwhere(live[row]):
+            at = row, head, entry
+            layout, count = layouts[tables["rung"][at]], int(tables["count"][at])
+            start = int(index[at]) * UNIT
+            lower = arena[start + layout.positions : start + layout.importance].view("<u2")[:count]
+            places.append(start + layout.importance + np.arange(count))
+            positions.append((int(base[at]) << 16) + lower.astype(np.int64))
+        yield np.concatenate(places), np.concatenate(positions)

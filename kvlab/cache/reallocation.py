@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from functools import lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from kvlab.cache.ladder import LayerFormat, Rung, loss_of
 from kvlab.device import translated_out_of_memory
 from kvlab.ops.cuda.plan import Workspace, workspace_nbytes
 from kvlab.ops.layer_state import MAX_STEPS, NEW_TOKENS
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
     from kvlab.cache.options import RowBudgets, Settings
     from kvlab.cache.store import DeviceStore
 
-__all__ = ["LOOKAHEAD", "Reallocator", "ladder_of"]
+__all__ = ["LOOKAHEAD", "Reallocator"]
 
 LOOKAHEAD = MAX_STEPS
 """Tokens that a plan makes room for: with the 15 that a page may hold, they fit two pages."""
@@ -80,7 +78,7 @@ class Reallocator:
             "allocator": settings.allocator,
             "rewind": settings.rewind,
         }
-        self.ladders = [ladder_of(of) for of in store.stores]
+        self.ladders = [of.levels for of in store.stores]
         self.kernels, shape = store.executor.kernels(store), self._shape(0)
         # Also for crops by a quad of tokens, whose bytes a relative budget takes away.
         most = max(QUAD * store.heads * ladder.cost[-1] for ladder in self.ladders)
@@ -351,11 +349,3 @@ class Reallocator:
             self.kernels.write_tokens(first, n, lists, groups, tokens, stream)
         copies = workspace.most_dropped
         self.kernels.copy_pages(first, n, workspace.move_lists(1), copies, stream)
-
-
-@lru_cache(maxsize=256)
-def ladder_of(store: LayerFormat) -> Ladder:
-    """The levels of a layer as plans want them."""
-    rungs = (Rung(0, 0), *store.ladder) if store.evicts else store.ladder
-    pages = tuple(store.page_bytes(r) for r in range(len(store.ladder)))
-    return Ladder((0, *pages) if store.evicts else pages, tuple(map(loss_of, rungs)))

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from functools import lru_cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,37 +17,23 @@ from kvlab.arrays import CudaView
 from kvlab.cache.contents import Arrays, contents_of, fill
 from kvlab.cache.cpu import CPU
 from kvlab.cache.cuda import GPU
-from kvlab.cache.ladder import Layer
 from kvlab.cache.launches import keep_launches, launch_again
-from kvlab.cache.reallocation import ladder_of
+from kvlab.cache.layers import Layer
 from kvlab.cache.step import DeviceCache
 from kvlab.device import translated_out_of_memory
 from kvlab.errors import FormatError
 from kvlab.ops.device_arrays import dense_strides
 from kvlab.ops.layer_state import MAX_STEPS
-from kvlab.ops.plan import reach_of, smallest_nbytes
 from kvlab.pages import LayerPages, named_pages
 from kvlab.shapes import match_shapes
 
 if TYPE_CHECKING:
-    from kvlab.cache.options import CacheOptions, Limit, RowBudgets
+    from kvlab.cache.options import CacheOptions, Limit
 
-__all__ = ["EXECUTORS", "Runner", "smallest_of"]
+__all__ = ["EXECUTORS", "Runner"]
 
 EXECUTORS: dict[str, Any] = {"cpu": CPU, "cuda": GPU}
 """Who carries out the operations of a cache, by the kind of its device."""
-
-
-def smallest_of(layers: Sequence[Layer]) -> Callable[[int, int, int], int]:
-    """Return a function: layer, tokens of a row, `rewind` -> bytes with which it does, however they come."""
-    window, heads = layers[0].residual, layers[0].store.num_heads_kv
-    kinds = [(ladder_of(layer.stored), layer.store.fixed_nbytes) for layer in layers]
-    known = lru_cache(maxsize=64)(partial(smallest_nbytes, window=window))  # layers are often alike
-
-    def smallest(layer: int, tokens: int, rewind: int) -> int:
-        return known(tokens, heads, *kinds[layer], reach=reach_of(layers[layer].sliding_window, rewind))
-
-    return smallest
 
 
 class Runner:
@@ -95,14 +81,17 @@ class Runner:
         live = np.arange(count.shape[-1]) < num_pages[..., None]
         return int(count[live].sum(dtype=np.int64))
 
-    def page_counts(self, layer: int) -> NDArray[np.int64]:
-        """Pages of each rung of the ladder, (batch, heads, rungs); waits for the device."""
+    def allocation(self) -> dict[str, NDArray[np.int64]]:
+        """`MixedPrecisionCache.allocation`."""
         names = "rung", "index", "num_pages"
-        tables = {name: table[layer] for name, table in zip(names, self._device.read(*names), strict=True)}
-        rungs = np.arange(len(self._layers[layer].store.ladder))
-        mine = tables["rung"][..., None] == rungs
-        counts: NDArray[np.int64] = (mine & named_pages(tables)[..., None]).sum(2)
-        return counts
+        tables = dict(zip(names, self._device.read(*names), strict=True))
+        named, ladders = named_pages(tables), [layer.store.ladder for layer in self._layers]
+        rungs = sorted({rung for ladder in ladders for rung in ladder}, key=lambda rung: rung.total)
+        found = {str(rung): np.zeros(named.shape[:3], np.int64) for rung in rungs}
+        for layer, ladder in enumerate(ladders):
+            for r, rung in enumerate(ladder):
+                found[str(rung)][layer] = (named[layer] & (tables["rung"][layer] == r)).sum(-1)
+        return found
 
     def pages(self, layer: int) -> LayerPages:
         """`MixedPrecisionCache.pages`."""
@@ -118,16 +107,6 @@ class Runner:
         q, k, v = taken(q, "q", ""), *self._taken(k, v, valid)
         return self._executor.given(self._step(layer, q, k, v, scale, softcap, valid), asked)
 
-    def _reallocate(self, device: DeviceCache, layer: int, steps: int) -> bool:
-        """See to open pages for a step; false where bytes are too few, so that a plan takes its tokens in."""
-        if device.lookahead[layer] >= steps:
-            return True
-        row_budgets = self._row_budgets(layer, steps)
-        opens = device.opens_pages(layer, steps, row_budgets)
-        if opens:
-            device.reallocate_layer(layer, steps, row_budgets)
-        return opens
-
     def _taken(self, k: Any, v: Any, valid: Any) -> list[Any]:
         """New keys and values as the executor takes them."""
         taken, dtype = self._executor.taken, self._options.dtype
@@ -138,7 +117,7 @@ class Runner:
         steps = views[0].shape[1]
         if steps == 0:
             return self._executor.empty(views[0].shape, views[0].dtype, q)
-        if device.is_decode(steps) and self._reallocate(device, layer, steps):
+        if device.is_decode(steps) and device.make_room(layer, steps):
             try:
                 return device.step(layer, q, views, mask, scale, softcap)
             except (
@@ -149,8 +128,7 @@ class Runner:
         with translated_out_of_memory(f"a step of {steps} tokens"):
             from kvlab.cache import prefill
 
-            row_budgets = self._row_budgets(layer, steps)
-            return prefill.step(device, layer, [q, k, v], views, valid, scale, softcap, row_budgets)
+            return prefill.step(device, layer, [q, k, v], views, valid, scale, softcap)
 
     def step_heads_first(
         self, layer: int, q: Any, k: Any, v: Any, scale: float | None, softcap: float, valid: Any
@@ -197,7 +175,7 @@ class Runner:
             self._check_out(target)
             if device.lookahead[layer] < steps:
                 self._reserve(device.lengths[layer] + steps)
-                if not self._reallocate(device, layer, steps):
+                if not device.make_room(layer, steps):
                     raise self._holds_no_open_page(layer, steps)
             device.attend_stored(layer, q, query, target.pointer, scale, softcap)
 
@@ -220,13 +198,13 @@ class Runner:
         k, v = self._taken(k, v, valid)
         device, views, mask = self._ready(layer, {"k": k, "v": v}, valid)
         steps = views[0].shape[1]
-        if device.is_decode(steps) and self._reallocate(device, layer, steps):
+        if device.is_decode(steps) and device.make_room(layer, steps):
             device.append(layer, k, views, mask)
         elif steps:
             with translated_out_of_memory(f"{steps} new tokens"):
                 from kvlab.cache import prefill
 
-                prefill.append(device, layer, [k, v], views, valid, self._row_budgets(layer, steps))
+                prefill.append(device, layer, [k, v], views, valid)
 
     def attend(self, layer: int, q: Any, scale: float, softcap: float) -> Any:
         """`MixedPrecisionCache.attend`."""
@@ -236,9 +214,6 @@ class Runner:
             return self._executor.given(self._executor.empty(view.shape, view.dtype, q), asked)
         with translated_out_of_memory(f"attention with {view.shape[1]} queries a row"):
             return self._executor.given(device.attend(layer, q, scale, softcap), asked)
-
-    def _row_budgets(self, layer: int, steps: int) -> RowBudgets:
-        return self.limit.row_budgets(self.seqlen(layer) + steps, self._options.batch)
 
     def _ready(
         self, layer: int, arrays: dict[str, Any], valid: Any
@@ -350,7 +325,7 @@ class Runner:
             raise ValueError(f"layers hold different numbers of tokens, {sorted(set(device.lengths))}")
         if min(device.lookahead) < steps:
             self._reserve(device.lengths[0] + steps)
-            row_budgets = self._row_budgets(0, steps)
+            row_budgets = device.row_budgets(0, steps)
             for layer in range(len(device.lengths)):
                 if not device.opens_pages(layer, steps, row_budgets):
                     raise self._holds_no_open_page(layer, steps)
@@ -360,7 +335,7 @@ class Runner:
         return device.generation, device.lengths[0] > 0, collects, tuple(map(device.waiting.mode, layers))
 
     def _holds_no_open_page(self, layer: int, steps: int) -> NotImplementedError:
-        row_budgets = self._row_budgets(layer, steps) or [0] * len(self._layers)
+        row_budgets = self._device.row_budgets(layer, steps) or [0] * len(self._layers)
         return NotImplementedError(
             f"{row_budgets[layer]} bytes a row of layer {layer} hold no open page, so the host plans each "
             "step, which a graph cannot: raise the budget or call step() without one"

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import CudaView
-from kvlab.cache.ladder import Layer
 from kvlab.cache.launches import KnownStep, Lse, StepCalls
-from kvlab.cache.reallocation import LOOKAHEAD, Reallocator, ladder_of
+from kvlab.cache.layers import Layer
+from kvlab.cache.reallocation import LOOKAHEAD, Reallocator
 from kvlab.cache.score import Collector
 from kvlab.cache.store import DeviceStore, move_rows, reorder_rows
 from kvlab.cache.waiting import Merged, Waiting, merged_tokens, waits_within
@@ -87,29 +87,35 @@ class DeviceCache:
         self.make(capacity, row_budgets_of)
         self.store.clear_arenas()
 
-    def make(self, capacity: int, row_budgets_of: RowBudgetsOf) -> None:
-        """Take memory for so many tokens of a row, and forget the old."""
-        takes = [layer.takes_mean for layer in self.layers]
-        row_budgets = row_budgets_of(0)
-        holds = [
-            waits_within(layer, ladder_of(layer.store), None if row_budgets is None else row_budgets[i])
-            for i, layer in enumerate(self.layers)
-        ]
+    def make(
+        self, capacity: int, row_budgets_of: RowBudgetsOf, fill: Callable[[DeviceStore], None] | None = None
+    ) -> None:
+        """Take memory for so many tokens of a row, and forget the old; `fill` is given the pages at once."""
+        takes, holds = [layer.takes_mean for layer in self.layers], self._holds_waiting(row_budgets_of)
         budgets = _arena_budgets(self.layers, capacity, row_budgets_of(capacity), self.settings.rewind)
         with translated_out_of_memory(f"a cache of {capacity} tokens a row"):
             store = DeviceStore(
                 [layer.stored for layer in self.layers],
                 self.batch, self.executor, self.like, capacity, budgets,
-                spare=lambda of, slab: spare_nbytes(self.batch, of.num_heads_kv, ladder_of(of), slab),
+                spare=lambda of, slab: spare_nbytes(self.batch, of.num_heads_kv, of.levels, slab),
                 takes_mean=takes, holds_waiting=holds, rewind=self.settings.rewind,
                 sliding_windows=[layer.sliding_window for layer in self.layers],
                 frames=[layer.frame for layer in self.layers],
                 mean_factors=[layer.mean_factor for layer in self.layers],
             )  # fmt: skip
+            if fill is not None:
+                fill(store)
             reallocator = Reallocator(store, self.settings)
         self.capacity, self.row_budgets_of = capacity, row_budgets_of
         self.waiting = Waiting(takes, holds, self.batch)
         self._use(reallocator)
+
+    def _holds_waiting(self, row_budgets_of: RowBudgetsOf) -> list[bool]:
+        """By layer: whether rows have bytes for tokens that wait."""
+        row_budgets = row_budgets_of(0)
+        if row_budgets is None:
+            return [layer.takes_mean for layer in self.layers]
+        return [waits_within(layer, most) for layer, most in zip(self.layers, row_budgets, strict=True)]
 
     def _use(self, reallocator: Reallocator) -> None:
         """Work on the pages of a reallocator from now on."""
@@ -269,15 +275,25 @@ class DeviceCache:
 
     # ---- room ----------------------------------------------------------------------------------------------
 
-    def reallocate_layer(self, layer: int, steps: int, row_budgets: RowBudgets) -> None:
-        """Plan a layer so that it has room for `steps` tokens, and all others with it if they stand alike.
+    def row_budgets(self, layer: int, steps: int) -> RowBudgets:
+        """Bytes that a row may take in each layer, with so many new tokens of one."""
+        return self.row_budgets_of(self.lengths[layer] + steps)
 
-        Where pages may have holes all layers are planned in any case: only together do they become tidy.
+    def make_room(self, layer: int, steps: int) -> bool:
+        """See to open pages for a step; false where bytes are too few, so that a plan takes its tokens in.
+
+        Layers that stand alike are planned together. Where pages may have holes all layers are planned in any
+        case: only together do they become tidy.
         """
-        state = self.lengths[layer], self.lookahead[layer]
-        together = all((self.lengths[i], self.lookahead[i]) == state for i in range(len(self.layers)))
-        whole = together or not self.reallocator.tidy
-        self._plan(0 if whole else layer, len(self.layers) if whole else 1, steps, row_budgets)
+        if self.lookahead[layer] >= steps:
+            return True
+        row_budgets = self.row_budgets(layer, steps)
+        opens = self.opens_pages(layer, steps, row_budgets)
+        if opens:
+            alike = len(set(zip(self.lengths, self.lookahead, strict=True))) == 1
+            whole = alike or not self.reallocator.tidy
+            self._plan(0 if whole else layer, len(self.layers) if whole else 1, steps, row_budgets)
+        return opens
 
     def reallocate(self, steps: int, row_budgets: RowBudgets) -> None:
         """Choose widths anew for all layers and make room for the next `steps` tokens or more."""
@@ -368,12 +384,13 @@ class DeviceCache:
         apart = any(self.reallocator.is_tight(layer, end + LOOKAHEAD, row_budgets) for layer in layers)
         memory = self._memory_of_plan(layers, True) if apart and end else None
         cropped = max(self.lengths) - end
-        self.reallocator.crop(end, cropped, None if apart else row_budgets, 0 if apart else LOOKAHEAD, stream)
+        opened = LOOKAHEAD if end and not apart else 0  # an empty cache has no pages
+        self.reallocator.crop(end, cropped, None if apart else row_budgets, opened, stream)
         for layer in layers:
             self.waiting.crop(layer, self.lengths[layer], end)
             self.lengths[layer] = end
             self.dropped[layer] = min(self.dropped[layer], end)
-            self.lookahead[layer] = 0 if apart or self.waiting.any(layer) else LOOKAHEAD
+            self.lookahead[layer] = 0 if self.waiting.any(layer) else opened
         if memory is not None:
             self._plan(0, len(self.layers), 0, row_budgets, memory)
 
@@ -396,18 +413,26 @@ class DeviceCache:
             self.waiting.take_rows(self.waiting, rows)
 
     def _move_rows(self, rows: Any, capacity: int, row_budgets_of: RowBudgetsOf, stream: int) -> None:
-        old, row_budgets = dict(vars(self)), row_budgets_of(max(self.lengths))
+        old, length, source = dict(vars(self)), max(self.lengths), self.store
+        now, then = row_budgets_of(length), self.row_budgets_of(length)
+        fewer = any(after < before for after, before in zip(now or (), then or (), strict=False))
+        ending = self._without_room_to_wait(row_budgets_of)
+
+        def move(store: DeviceStore) -> None:
+            move_rows(source, store, rows, stream)
+
         try:
             self.batch = len(rows)
-            self.make(capacity, row_budgets_of)
-            new = {name: value for name, value in vars(self).items() if value is not old[name]}
-            vars(self).update(old)
-            before = self.row_budgets_of(max(self.lengths))
-            self._end_waiting([i for i, holds in enumerate(new["waiting"].holds) if not holds], stream)
-            if any(now < then for now, then in zip(row_budgets or (), before or (), strict=False)):
-                self.crop(max(self.lengths), row_budgets)  # drops no token: rows only have fewer bytes
-            vars(self).update(new)
-            move_rows(old["store"], self.kernels, rows, stream)
+            # Where nothing has to change before, the device copies while the host lays down the rest.
+            self.make(capacity, row_budgets_of, None if ending or fewer else move)
+            if ending or fewer:
+                new = {name: value for name, value in vars(self).items() if value is not old[name]}
+                vars(self).update(old)
+                self._end_waiting(ending, stream)
+                if fewer:
+                    self.crop(length, now)  # drops no token
+                vars(self).update(new)
+                move(self.store)
         except BaseException:
             vars(self).update(old)
             raise
@@ -415,11 +440,17 @@ class DeviceCache:
         self.waiting.take_rows(old["waiting"], rows)
         self.num_bh = self.store.batch * self.store.heads
 
-    def _end_waiting(self, layers: Sequence[int], stream: int) -> None:
-        """Take the means of rows that wait, however few tokens they have, and store these."""
+    def _without_room_to_wait(self, row_budgets_of: RowBudgetsOf) -> list[int]:
+        """Layers with tokens that wait, for which rows of so many bytes have no pages."""
+        if not self.waiting.rows.any():
+            return []
+        layers = [i for i, holds in enumerate(self._holds_waiting(row_budgets_of)) if not holds]
         for layer in layers:
             self.waiting.advance(layer, self.lengths[layer])
-        layers = [layer for layer in layers if self.waiting.hold_tokens(layer)]
+        return [layer for layer in layers if self.waiting.hold_tokens(layer)]
+
+    def _end_waiting(self, layers: Sequence[int], stream: int) -> None:
+        """Take the frames of rows that wait, however few tokens they have, and store these."""
         if not layers:
             return
         merged, workspace = self._merged(layers, False)

@@ -25,9 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import numpy_dtype, viewed
-from kvlab.cache.ladder import LayerFormat
+from kvlab.cache.layers import LayerFormat
 from kvlab.ops.frame import FRAME
-from kvlab.ops.layer_state import OPEN_PAGES, RUNGS, STATE, UNIT, WAITING_ENTRIES, WAITING_PAGES
+from kvlab.ops.layer_state import OPEN_PAGES, POINTERS, RUNGS, STATE, UNIT, WAITING_ENTRIES, WAITING_PAGES
 from kvlab.ops.packed import Window
 from kvlab.ops.plan import reach_of
 from kvlab.pages import NO_PAGE, QUAD, TOKENS_PER_PAGE, LayerPages, PageLayout, new_pool, width_number
@@ -99,6 +99,14 @@ def _slabs_of(
     # Every rung may leave one slab in part empty, and a slab wastes a little.
     filled = slab - max(slab % record for record in records)
     return slab, -(-(held + spare(store, slab)) // filled) + len(records) + 1
+
+
+def _pointers(states: Any) -> NDArray[np.uint64]:
+    """The addresses in `LayerState` structs, (layers, POINTERS)."""
+    first = STATE.fields[POINTERS[0]][1]  # type: ignore[index]
+    lines = states.view(np.uint8).reshape(len(states), STATE.itemsize)
+    found: NDArray[np.uint64] = lines[:, first : first + 8 * len(POINTERS)].view(np.uint64)
+    return found
 
 
 class _Place(NamedTuple):
@@ -222,6 +230,7 @@ class DeviceStore:
             nbytes = len(stores) * math.prod(shape) * numpy_dtype(dtype).itemsize
             self._places[name] = _Place(begin, nbytes, (len(stores), *shape), dtype)
             begin += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._columns = [POINTERS.index(name) for name in self._places]
         self._memory_of_tables = executor.empty((begin,), "uint8", like)
         self._waiting_apart: dict[int, Any] = {}
         self._first_tables, self._relative = self._empty_tables(), self._relative_states()
@@ -270,10 +279,9 @@ class DeviceStore:
 
     def _tell(self) -> None:
         """Tell kernels where tables and arenas lie."""
-        states, pointer = self._relative.copy(), self.executor.pointer
+        states, pointer = self._relative.view(np.uint8).copy().view(STATE), self.executor.pointer
         base = np.uint64(pointer(self._memory_of_tables))
-        for name in self._places:
-            states[name] += base
+        _pointers(states)[:, self._columns] += base
         base = np.uint64(pointer(self.memory_of_arenas))
         states["arena"] += base
         states["waiting"] += base * np.array(self.holds_waiting, np.uint64)
@@ -356,16 +364,18 @@ class DeviceStore:
         """The `LayerState` of every layer, with addresses that count from the memory they lie in."""
         states, numbers = np.zeros(len(self.stores), STATE), np.arange(len(self.stores))
         kinds = [*zip(self.stores, self.slab, strict=True)]
+        lines = states.view(np.uint8).reshape(len(numbers), STATE.itemsize)  # bytes are quicker than structs
         for kind in set(kinds):
-            states["rungs"][[other == kind for other in kinds]] = self._rungs(*kind)
+            rungs = self._rungs(*kind).view(np.uint8)
+            lines[[other == kind for other in kinds], : len(rungs)] = rungs  # the first field
         states["num_rungs"] = [len(store.ladder) for store in self.stores]
         states["evicts"] = [store.evicts for store in self.stores]
         states["slab_units"] = np.array(self.slab) // UNIT
         states["sliding_window"] = self.sliding_windows
         for name in ("batch", "heads", "entries", "max_slabs", "max_pages"):
             states[name] = getattr(self, name)
-        for name, place in self._places.items():
-            states[name] = place.begin + place.nbytes // len(numbers) * numbers
+        begins, steps = np.array([(x.begin, x.nbytes // len(numbers)) for x in self._places.values()]).T
+        _pointers(states)[:, self._columns] = begins + steps * numbers[:, None]
         states["arena"] = self._begins[:-1]
         behind = self._begins[:-1] + np.array(self.slab) * np.array(self.num_slabs)
         states["waiting"] = np.where(self.holds_waiting, behind, 0)
@@ -491,11 +501,11 @@ class RowMove:
     in_place: bool
 
 
-def move_rows(source: DeviceStore, kernels: Any, rows: Any, stream: int) -> None:
-    """Let the rows of an empty store become rows of a source; `kernels` are those of the store."""
+def move_rows(source: DeviceStore, store: DeviceStore, rows: Any, stream: int) -> None:
+    """Let the rows of an empty store become rows of a source."""
     rows = np.asarray(rows, np.int32)
     kept = np.zeros(source.batch, np.int32)
-    kernels.take_rows(RowMove(source, rows, rows, kept, in_place=False), stream)
+    store.executor.kernels(store).take_rows(RowMove(source, rows, rows, kept, in_place=False), stream)
 
 
 def reorder_rows(store: DeviceStore, kernels: Any, rows: Any, waits: Sequence[bool], stream: int) -> None:

@@ -27,8 +27,7 @@ from kvlab.ops.layer_state import WAITING_ENTRIES, WAITING_PAGES, new_tokens
 from kvlab.pages import TOKENS_PER_PAGE
 
 if TYPE_CHECKING:
-    from kvlab.cache.ladder import Layer
-    from kvlab.ops.plan import Ladder
+    from kvlab.cache.layers import Layer
 
 __all__ = ["Merged", "Waiting", "merged_tokens", "put_new", "waits_within"]
 
@@ -36,13 +35,13 @@ CAPACITY = WAITING_PAGES * TOKENS_PER_PAGE
 """Tokens that the waiting pages of a row hold."""
 
 
-def waits_within(layer: Layer, ladder: Ladder, row_budget: int | None) -> bool:
+def waits_within(layer: Layer, row_budget: int) -> bool:
     """Whether so many bytes hold the waiting pages of a row, and then the pages that its tokens go to."""
-    store = layer.store
-    packed = WAITING_ENTRIES * ladder.cost[0] + 3 * ladder.cost[-1]
+    store, cost = layer.store, layer.store.levels.cost
+    packed = WAITING_ENTRIES * cost[0] + 3 * cost[-1]
     most = max(store.waiting_nbytes, packed)
     needed = store.num_heads_kv * most + store.fixed_nbytes
-    return layer.takes_mean and (row_budget is None or needed <= row_budget)
+    return layer.takes_mean and needed <= row_budget
 
 
 class Waiting:

@@ -11,9 +11,9 @@ from functools import partial, wraps
 from inspect import signature
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvlab.cache.ladder import BITS, Bits
 from kvlab.errors import needs_extra
 from kvlab.integrations.patching import by_name, replaced
+from kvlab.ladder import BITS, Bits
 
 if TYPE_CHECKING:
     from kvlab.integrations.transformers import KVLabCache

@@ -15,8 +15,8 @@ from typing import Any
 
 from kvlab.arguments import whole_number
 from kvlab.cache.cache import MixedPrecisionCache
-from kvlab.cache.ladder import BITS, Bits
 from kvlab.errors import needs_extra
+from kvlab.ladder import BITS, Bits
 from kvlab.sizes import format_size
 
 with needs_extra("hf", "kvlab.integrations.transformers"):

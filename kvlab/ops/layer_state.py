@@ -19,6 +19,7 @@ __all__ = [
     "NUMBERS",
     "OBSERVED",
     "OPEN_PAGES",
+    "POINTERS",
     "ROWS",
     "RUNGS",
     "STATE",
@@ -34,7 +35,7 @@ OPEN_PAGES, WAITING_PAGES, WAITING_ENTRIES = 2, 5, 8
 RUNGS = 16
 
 _RUNG = np.dtype([("record", "u4"), ("per_slab", "u4"), ("bits_k", "u2"), ("bits_v", "u2"), ("tail", "u4")])
-_POINTERS = (
+POINTERS = (
     "arena", "rung", "count", "index", "base", "num_pages", "k_mean", "k_shift", "exponent", "k_order",
     "k_gain", "asked", "waits", "open", "seqlen", "used", "slab_count", "slabs", "free_slabs", "num_free",
     "entry_of", "slab_slot", "budget", "status", "waiting",
@@ -44,7 +45,7 @@ NUMBERS = (
     "sliding_window",
 )  # fmt: skip
 STATE = np.dtype(
-    [("rungs", _RUNG, RUNGS), *((name, "u8") for name in _POINTERS), *((name, "i4") for name in NUMBERS)],
+    [("rungs", _RUNG, RUNGS), *((name, "u8") for name in POINTERS), *((name, "i4") for name in NUMBERS)],
     align=True,
 )
 """`LayerState` of pages/state.cuh."""

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvlab.cache.cache import MixedPrecisionCache
-from kvlab.cache.ladder import ERRORS
 from kvlab.errors import BudgetError
+from kvlab.ladder import ERRORS
 from kvlab.ops.layer_state import WAITING_PAGES
 from kvlab.pages import read_tokens
 from kvlab.reference.attention import attend_rows

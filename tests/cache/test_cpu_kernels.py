@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from kvlab.arrays import numpy_dtype
 from kvlab.cache.cpu import CpuKernels
 from kvlab.cache.importance import weight_of_collection
-from kvlab.cache.ladder import LayerFormat, parse_bits
-from kvlab.cache.reallocation import ladder_of
+from kvlab.cache.layers import LayerFormat
 from kvlab.cache.store import DeviceStore
+from kvlab.ladder import parse_bits
 from kvlab.ops.attention import attention
 from kvlab.ops.frame import FRAME
 from kvlab.ops.layer_state import NEW_TOKENS, OBSERVED, UNIT, new_tokens
@@ -109,7 +109,7 @@ class Driver:
 
     def __init__(self, kernels: Kernels, bits: str, dim: int, dtype: str, row_budget: int | None) -> None:
         host = LayerFormat(parse_bits(bits, 1)[0], HEADS, dim, dtype)
-        self.ladder, self.host = ladder_of(host), host
+        self.ladder, self.host = host.levels, host
         self.kinds: set[tuple[int, int]] = set()  # of moves so far: rung from, rung to
         spare = spare_nbytes(BATCH, HEADS, self.ladder, 1 << 16)
         like = np.zeros(1, np.uint8)
@@ -168,7 +168,7 @@ class Driver:
 def budget_of(bits: str, dim: int, dtype: str, tokens: int, fraction: float) -> int:
     """Bytes of a row between all pages at the lowest and all at the highest rung."""
     host = LayerFormat(parse_bits(bits, 1)[0], HEADS, dim, dtype)
-    ladder = ladder_of(host)
+    ladder = host.levels
     more = fraction * HEADS * (tokens // TOKENS_PER_PAGE) * (ladder.cost[-1] - ladder.cost[0])
     return ample_nbytes(tokens, HEADS, ladder, host.fixed_nbytes) + int(more)
 

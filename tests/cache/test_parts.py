@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.cache.ladder import parse_bits
 from kvlab.cache.options import parse_budget
+from kvlab.ladder import parse_bits
 from kvlab.ops.cpu.exact import attend_exact
 from kvlab.ops.frame import FEWEST, FIRST, LAST, key_mean
 from kvlab.reference.attention import attend_rows, softmax_rows

@@ -7,7 +7,7 @@ import stat
 import numpy as np
 import pytest
 
-from kvlab.cache import persistence
+from kvlab import files
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.errors import FormatError
 
@@ -59,7 +59,7 @@ def test_all_that_a_file_holds_of_pages_and_frames_counts(tmp_path, n, waiting):
         cache.step(layer, q, k, v, valid=np.arange(n) >= np.array([[0], [min(n, 40)]]))
     cache.save(path)
     counted = (".num_pages", ".k_mean", ".k_shift", ".asked")
-    arrays = persistence.read(path)[1]
+    arrays = files.read(path)[1]
     tables = sum(8 * len(x) for name, x in arrays.items() if ".pool" in name)
     rest = sum(x.nbytes for name, x in arrays.items() if name.endswith(counted) or ".pool" in name)
     assert cache.nbytes == tables + rest
@@ -120,14 +120,14 @@ def test_every_bit_of_the_header_and_many_of_the_body(small):
         damaged = bytearray(data)
         damaged[place // 8] ^= 1 << place % 8
         with pytest.raises(FormatError):
-            persistence.parse(bytes(damaged))
+            files.parse(bytes(damaged))
 
 
 def rewritten(path, change):
     """The file with its arrays and description changed, and a checksum that fits."""
-    description, arrays = persistence.read(path)
+    description, arrays = files.read(path)
     change(description, arrays)
-    persistence.write(path, description, arrays)
+    files.write(path, description, arrays)
 
 
 @pytest.mark.parametrize(

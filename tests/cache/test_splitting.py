@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 from transformers import DynamicCache
 
 from kvlab import MixedPrecisionCache
-from kvlab.cache.ladder import Layer
+from kvlab.cache.layers import Layer
 from kvlab.integrations.transformers import KVLabCache
 from kvlab.lab.quality.model import Subject
 from kvlab.lab.quality.text import cut_windows

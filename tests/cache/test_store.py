@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from kvlab.cache.cpu import CPU
-from kvlab.cache.ladder import LayerFormat, parse_bits
+from kvlab.cache.layers import LayerFormat
 from kvlab.cache.store import DeviceStore
+from kvlab.ladder import parse_bits
 
 HOLDS = [True, False, True]
 

@@ -11,11 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from kvlab import cli
-from kvlab.cache.ladder import BITS, parse_bits
 from kvlab.cli.ablate import command, make_case
 from kvlab.errors import OutOfMemory
 from kvlab.lab.ablation import memory
 from kvlab.lab.ablation.grid import Geometry
+from kvlab.ladder import BITS, parse_bits
 
 RUNNER = CliRunner()
 GEOMETRY = [*("--num-layers", "2", "--num-heads", "4", "--num-kv-heads", "2", "--head-dim", "64")]

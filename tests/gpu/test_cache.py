@@ -67,8 +67,7 @@ def step(
     device = cache._runner._device
     if device is not None and steps <= 16:  # a step of few tokens that lacks room plans before it attends
         for layer in range(LAYERS):
-            if device.lookahead[layer] < steps:
-                cache._runner._reallocate(device, layer, steps)
+            device.make_room(layer, steps)
     judged = int(rng.integers(LAYERS)) if compared else -1
     for layer in range(LAYERS):
         # Where bytes are few, a layer may close up the pages of all.
@@ -247,11 +246,28 @@ def test_graphs_of_waiting_and_of_other_steps() -> None:
 
 def test_ladders_of_different_lengths() -> None:
     """The grid of a plan is that of the longest ladder."""
-    cache, rng, total = make(bits="0:2+3+4+8,1:8", budget=0.5, plan_length=300), np.random.default_rng(8), 0
+    cache, rng, total = make(bits="0:2+3+4+8,1:8", budget=0.6, plan_length=300), np.random.default_rng(8), 0
     for steps in (7, 150, 1, 1, 140):
         step(cache, rng, steps)
         total += steps
     check_state(cache, [list(range(total))] * 2)
+
+
+@pytest.mark.parametrize("bits", [(2, 4, 8), ("k4422v3", "k8444v4", 16)])
+def test_a_prompt_behind_a_crop_of_all(bits: Any) -> None:
+    """Or behind attention of an empty cache, which opens a page: a plan may drop that."""
+    cache, rng = make(bits=bits, budget=1.2), np.random.default_rng(9)
+    for tokens in (72, 20, 300):
+        for steps in (tokens, 1):
+            step(cache, rng, steps)
+        check_state(cache, [list(range(tokens + 1))] * 2)
+        cache.crop(tokens + 1)
+        assert not any(pages.num_pages.any() for pages in pages_of(cache))
+    attend, _ = cache.decode(0)
+    q, _, _ = draw(rng, cache, 1)
+    attend(to_torch(q), to_torch(np.ones_like(q)))
+    step(cache, rng, 100)
+    check_state(cache, [list(range(100))] * 2)
 
 
 def test_padding() -> None:

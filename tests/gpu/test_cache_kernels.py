@@ -15,8 +15,9 @@ import torch
 
 from kvlab.arrays import cuda_view, to_device
 from kvlab.cache.cuda import GPU
-from kvlab.cache.ladder import LayerFormat, parse_bits
+from kvlab.cache.layers import LayerFormat
 from kvlab.cache.store import DeviceStore
+from kvlab.ladder import parse_bits
 from kvlab.ops.cuda import pages as kernels
 from kvlab.ops.frame import (
     ASKING,

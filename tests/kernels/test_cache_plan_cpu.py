@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from kvlab.numba_kernels.cpu.cache_groups import NewTokens, Rules
 from kvlab.numba_kernels.cpu.cache_plan import choose_levels, count_tokens, finish_plan
 
-from kvlab.cache.ladder import LayerFormat, parse_bits
-from kvlab.cache.reallocation import ladder_of
+from kvlab.cache.layers import LayerFormat
+from kvlab.ladder import parse_bits
 from kvlab.ops.cpu.plan import chunks_of, levels_of
 from kvlab.ops.plan import choose_optimum
 from kvlab.reference.cache_layer import RETRY, SEGMENT, Change, Ladder, Layer, Tokens
@@ -160,7 +160,7 @@ def test_hulls_are_those_of_the_oracle(head_dim: int) -> None:
                 continue
             (rungs,) = parse_bits(bits, 1)
             for whole in (rungs, (*rungs, *parse_bits("16", 1)[0])):
-                found = ladder_of(LayerFormat(whole, 2, head_dim, "float16"))
+                found = LayerFormat(whole, 2, head_dim, "float16").levels
                 expected = Ladder(found.cost, found.loss)
                 for top in range(len(found.cost)):
                     assert found.edges(top) == expected.edges(top)

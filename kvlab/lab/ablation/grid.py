@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
-from kvlab.cache.ladder import parse_bits
+from kvlab.ladder import parse_bits
 
 __all__ = ["BITS", "BUDGETS", "CONTEXTS", "MODELS", "AblationCase", "Geometry", "make_grid", "within_model"]
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.cache.ladder import BITS, Bits
 from kvlab.errors import MissingExtraError, needs_extra
 from kvlab.lab.quality.measure import Case
 from kvlab.lab.quality.plan import CACHE_DTYPE
+from kvlab.ladder import BITS, Bits
 
 with needs_extra("hf", "kvlab.lab.quality.cases"):
     from transformers import PreTrainedConfig, QuantizedCache

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from kvlab.cache.ladder import BITS, Bits
 from kvlab.lab.quality.cases import held
 from kvlab.lab.quality.divergence import diverge, floor
 from kvlab.lab.quality.free_running import free_run
@@ -24,6 +23,7 @@ from kvlab.lab.quality.recall import recall
 from kvlab.lab.quality.schedule import SCHEDULES
 from kvlab.lab.quality.stress import large_channels, shifted_keys
 from kvlab.lab.quality.text import Windows, cut_windows
+from kvlab.ladder import BITS, Bits
 
 __all__ = ["TASKS", "run_tasks"]
 

@@ -39,8 +39,7 @@ def step(cache: Any, rng: np.random.Generator, steps: int, valid: np.ndarray | N
     device = cache._runner._device
     if device is not None and steps <= 16:
         for layer in range(LAYERS):
-            if device.lookahead[layer] < steps:
-                cache._runner._reallocate(device, layer, steps)
+            device.make_room(layer, steps)
     for layer in range(LAYERS):
         before = None if device is None else pages_of(cache)[layer]  # a layer may take room from others
         visible, window = seen_of(cache, layer), cache.windows[layer] or None

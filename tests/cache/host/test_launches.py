@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvlab.arrays import CudaView
-from kvlab.cache.ladder import Rung
+from kvlab.ladder import Rung
 from kvlab.ops.cuda import pages as kernels
 from kvlab.ops.layer_state import STATE
 

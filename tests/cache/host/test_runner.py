@@ -15,6 +15,7 @@ import pytest
 from kvlab.cache import prefill
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.cache.cuda import GPU
+from kvlab.cache.reallocation import Reallocator
 from kvlab.errors import BudgetError
 from kvlab.ops.cuda import plan
 from kvlab.ops.packed import packed_attention
@@ -471,3 +472,32 @@ def test_the_least_bytes_are_those_that_a_budget_is_refused_below(kernels: Kerne
     with pytest.raises(BudgetError) as refused:
         make(**options, budget=least - 1)
     assert refused.value.needed_bytes == least
+
+
+def test_an_empty_cache_has_no_pages_but_those_that_attention_opens(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plans of a prompt behind may drop open pages, so that their memory is for stored pages, too."""
+    asked: list[bool] = []
+    taken = Reallocator.write_workspace
+
+    def noted(self: Any, tokens: int, moves_stored: bool) -> Any:
+        if self.store.num_rungs > 1:  # not of the cache of 16 bits that results are compared with
+            asked.append(moves_stored)
+        return taken(self, tokens, moves_stored)
+
+    monkeypatch.setattr(Reallocator, "write_workspace", noted)
+    cache, rng = make(bits=(2, 4, 8), budget=0.9), np.random.default_rng(0)
+    step(cache, rng, 72)
+    step(cache, rng, 1)
+    cache.crop(73)
+    assert not any(pages.num_pages.any() for pages in pages_of(cache))
+    step(cache, rng, 72)
+    assert asked == [False] * 4
+    cache.crop(72)
+    attend, _ = cache.decode(0)
+    q = draw(rng, cache, 1)[0].astype(np.float32)
+    attend(q, np.ones_like(q))
+    step(cache, rng, 40)
+    assert asked[4:] == [True] * 2
+    check_state(cache, [range(40)] * 2)

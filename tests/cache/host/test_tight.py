@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvlab.cache.reallocation import ladder_of
 from kvlab.errors import BudgetError
 from kvlab.ops.plan import smallest_nbytes
 from tests.cache.host.noted import Kernels
@@ -20,8 +19,8 @@ def tight_cache(length: int, bits: Any, short: int = 0) -> Any:
 
     shape = (LAYERS, HEADS * GROUP, HEADS, DIM)
     options: dict[str, Any] = {"batch": 2, "bits": bits, "device": "cuda", "recent": 20}
-    store = MixedPrecisionCache(*shape, **options)._layers[0].store
-    share = smallest_nbytes(length, HEADS, ladder_of(store), store.fixed_nbytes)
+    store = MixedPrecisionCache(*shape, **options)._runner._layers[0].store
+    share = smallest_nbytes(length, HEADS, store.levels, store.fixed_nbytes)
     return MixedPrecisionCache(*shape, budget=share * LAYERS * 2 - short, max_seqlen=length, **options)
 
 

@@ -1,13 +1,13 @@
-"""Caches as files: one safetensors file whose header describes the cache and names the checksum of its bytes.
+"""Arrays as files: one safetensors file whose header describes them and names the checksum of its bytes.
 
 Layout: 8 bytes length N of the header (little-endian), N bytes JSON header, then the buffers, as safetensors
 has it, so that other tools can list and read them. The header's metadata holds
 
-    kvlab     JSON: format version, arguments of the cache, per-layer state that is no array
+    kvlab     JSON: format version, and of a cache its arguments and per-layer state that is no array
     checksum  SHA-256 of everything behind the header and of the header's other fields
 
 Nothing is executed, and nothing is allocated from a number in the file before the file is known to be whole:
-size, checksum and every shape are checked first. Whatever the damage, `load` raises FormatError. Files are
+size, checksum and every shape are checked first. Whatever the damage, `read` raises FormatError. Files are
 written under a temporary name in the same folder, flushed to disk and renamed. A file that is there keeps its
 permissions; a symbolic link stays, and the file that it names is replaced.
 """
@@ -31,7 +31,6 @@ from kvlab.errors import FormatError
 
 __all__ = [
     "FORMAT_VERSION",
-    "check_sizes",
     "checked_path",
     "parse",
     "read",
@@ -48,7 +47,7 @@ Arrays = dict[str, NDArray[Any]]
 
 
 def write(path: str | os.PathLike[str], description: dict[str, Any], arrays: Arrays) -> None:
-    """Write arrays and their description to a file, atomically."""
+    """Write arrays and their description to a file, atomically; the version is added."""
     entries: dict[str, Any] = {}
     parts: list[bytes] = []
     offset = 0
@@ -61,7 +60,7 @@ def write(path: str | os.PathLike[str], description: dict[str, Any], arrays: Arr
         }
         parts.append(data)
         offset += len(data)
-    text = json.dumps(description, sort_keys=True)
+    text = json.dumps({"version": FORMAT_VERSION, **description}, sort_keys=True)
     metadata = {"kvlab": text, "checksum": _checksum(entries, text, parts)}
     header = json.dumps({"__metadata__": metadata, **entries}).encode()
     header += b" " * (-len(header) % 8)
@@ -152,13 +151,3 @@ def _checksum(entries: dict[str, Any], text: str, parts: list[Any]) -> str:
     for part in parts:
         digest.update(part)
     return digest.hexdigest()
-
-
-def check_sizes(description: dict[str, Any], arrays: Arrays) -> None:
-    """Refuse numbers in the arguments that the arrays do not bear out, before a cache is made from them."""
-    arguments = description["arguments"]
-    layers, rows, heads = (arguments[name] for name in ("num_layers", "batch", "num_heads_kv"))
-    if layers != len(description["layers"]):
-        raise FormatError(f"state of {len(description['layers'])} layers for a cache of {layers}")
-    if arrays["0.num_pages"].shape != (rows, heads):
-        raise FormatError(f"0.num_pages has shape {arrays['0.num_pages'].shape}, not {(rows, heads)}")

@@ -1,4 +1,4 @@
-"""Rungs and ladders: which widths a cache may use in each of its layers, and what else is fixed of a layer.
+"""Rungs and ladders: which widths a cache may use in each of its layers.
 
 A rung is a pair of widths, `bits_k` and `bits_v`; a ladder is the list of rungs in use, from the fewest bytes
 to the most. People write ladders in three forms, which this module turns into one tuple of rungs per layer:
@@ -19,17 +19,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import NamedTuple
 
 from kvlab.arguments import whole_number
-from kvlab.ops.layer_state import WAITING_PAGES
-from kvlab.pages import BLOCK_WIDTHS, PAGE_TABLE_BYTES, PageLayout, Width
+from kvlab.pages import BLOCK_WIDTHS, Width
 
 __all__ = [
     "BITS",
@@ -39,8 +33,6 @@ __all__ = [
     "WIDTHS",
     "Bits",
     "Ladder",
-    "Layer",
-    "LayerFormat",
     "Rung",
     "loss_of",
     "parse_bits",
@@ -228,116 +220,3 @@ def _per_layer(bits: str, num_layers: int) -> tuple[Ladder, ...]:
     if missing:
         raise ValueError(f"bits: layers {missing} of {num_layers} are in no range")
     return tuple(found[layer] for layer in range(num_layers))
-
-
-@dataclass(frozen=True)
-class LayerFormat:
-    """Pages of one layer.
-
-    Parameters
-    ----------
-    whole_ladder : tuple of Rung
-        Rungs in use, lowest first; a first rung of width 0 means that tokens may be evicted.
-    num_heads_kv, head_dim : int
-    dtype : {"float16", "bfloat16", "float32"}
-        What width 16 stands for.
-    """
-
-    whole_ladder: Ladder
-    num_heads_kv: int
-    head_dim: int
-    dtype: str
-
-    def __post_init__(self) -> None:
-        if self.in_blocks and self.head_dim % 64:
-            named = next(rung for rung in self.ladder if isinstance(rung.bits_k, tuple))
-            raise ValueError(
-                f"bits: rung {named} has a profile for K, which needs a head_dim that is a multiple of 64, "
-                f"got {self.head_dim}; name rungs of one width instead, such as 'k4v3'"
-            )
-
-    @cached_property
-    def in_blocks(self) -> bool:
-        """Whether keys are kept in blocks of channels."""
-        return any(isinstance(rung.bits_k, tuple) for rung in self.ladder)
-
-    @cached_property
-    def evicts(self) -> bool:
-        """Whether tokens may be dropped."""
-        return self.whole_ladder[0].total == 0
-
-    @cached_property
-    def ladder(self) -> Ladder:
-        """The rungs that have pages."""
-        return self.whole_ladder[1:] if self.evicts else self.whole_ladder
-
-    @cached_property
-    def layouts(self) -> tuple[PageLayout, ...]:
-        """The pages of each rung."""
-        return tuple(self._layout(rung) for rung in self.ladder)
-
-    @property
-    def is_narrow(self) -> bool:
-        """Whether there is no width of 8 for keys, so that means are those of `key_mean(narrow=True)`."""
-        return all(rung.blocks != (8,) * 4 for rung in self.ladder)
-
-    @cached_property
-    def exact_layout(self) -> PageLayout:
-        """Pages of the cache's dtype, unchanged."""
-        return self._layout(EXACT)
-
-    def _layout(self, rung: Rung) -> PageLayout:
-        return PageLayout(self.head_dim, rung.bits_k, rung.bits_v, 4 if self.dtype == "float32" else 2)
-
-    def page_bytes(self, rung: int) -> int:
-        """Bytes that a page of a rung counts: its record and its entry in the page table."""
-        return self.layouts[rung].nbytes + PAGE_TABLE_BYTES
-
-    @cached_property
-    def fixed_nbytes(self) -> int:
-        """Bytes that a row takes without any page: number of pages and key frame of each head."""
-        frame = 3 * self.head_dim + (self.head_dim + 16 + 2) * self.in_blocks
-        return self.num_heads_kv * (4 + frame)
-
-    @cached_property
-    def waiting_nbytes(self) -> int:
-        """Bytes that the tokens of a head take while they wait: their pages and sums of queries."""
-        return WAITING_PAGES * (self.exact_layout.nbytes + PAGE_TABLE_BYTES) + 4 * self.head_dim
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One layer: the pages of its ladder, its residual window, what importance observes, its sliding window.
-
-    `observed`: a value of `kvlab.cache.importance.POLICIES`. `sliding_window`: how many tokens a query sees,
-    itself the last one; 0: all. `frame`: that of its heads, if it is given. `mean_factor`: what means of keys
-    are multiplied by, if they are (`kvlab.ops.frame.mean_factors`).
-    """
-
-    store: LayerFormat
-    residual: int
-    observed: str
-    sliding_window: int = 0
-    frame: dict[str, Any] | None = field(default=None, compare=False)
-    mean_factor: NDArray[np.float32] | None = field(default=None, compare=False)
-
-    @cached_property
-    def stored(self) -> LayerFormat:
-        """Pages that the layer has: those of its ladder, and of width 16 those of a residual window.
-
-        Every new token goes to a page of the highest rung, which the window's is.
-        """
-        if not self.residual:
-            return self.store
-        store = self.store
-        return LayerFormat((*store.whole_ladder, EXACT), store.num_heads_kv, store.head_dim, store.dtype)
-
-    @property
-    def observes(self) -> str:
-        """What the policy observes; where there is only one rung no score decides anything."""
-        return self.observed if len(self.store.whole_ladder) > 1 else "nothing"
-
-    @cached_property
-    def takes_mean(self) -> bool:
-        """Whether rows take their frame from their first tokens: if none is given and keys are packed."""
-        return self.frame is None and any(rung.bits_k != 16 for rung in self.store.ladder)
