@@ -12,10 +12,12 @@ The log-sum-exp is for merging parts and has no gradient here; a second derivati
 """
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.compiler import is_compiling
 
 from kvlab.arguments import flag
 from kvlab.ops.attention import attend
@@ -31,6 +33,7 @@ Numbers = tuple[Longest, Options, bool]
 """The longest lengths of a call of variable length, options, and whether gradients are deterministic."""
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 def attention(
@@ -139,7 +142,9 @@ def with_contiguous_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             raise TypeError(
                 f"q, k and v must be tensors of torch, got {type(x).__name__}: kvlab.attention takes others"
             )
-    return tuple(x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous() for x in tensors)
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            return tuple([x.contiguous() if x.stride(-1) != 1 else x for x in tensors])
+    return tensors
 
 
 def _run(
@@ -152,8 +157,8 @@ def _run(
         operator = _attention if longest is None else _varlen
         out, lse = operator(*tensors, *(longest or ()), *options, deterministic)
         return (out, lse) if return_lse else out
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        recorded: torch.Tensor | Two = _Recorded.apply(numbers, return_lse, *tensors)  # type: ignore[no-untyped-call]
+    if torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, tensors)):
+        recorded: torch.Tensor | Two = _record(numbers, return_lse, *tensors)
         return recorded
     found: torch.Tensor | Two = attend(tensors, longest, options, return_lse)
     return found
@@ -162,7 +167,7 @@ def _run(
 def _is_looked_at(tensors: tuple[Any, ...]) -> bool:
     """Whether a compiler, a dispatch mode or a kind of tensor wants to see operators."""
     return (
-        torch.compiler.is_compiling()
+        is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or not _PLAIN.issuperset(map(type, tensors))
     )
@@ -186,7 +191,7 @@ def _gradients(ctx: Any, dout: torch.Tensor | None) -> tuple[Any, ...]:
     if _is_looked_at((dout, q, k, v, *others)):
         operator = _attention_backward if longest is None else _varlen_backward
         return *operator(dout, q, k, v, *others, *(longest or ()), *options, deterministic), *behind
-    return *differentiate((q, k, v, dout, *others), longest, options, deterministic), *behind
+    return *differentiate((q, k, v, dout, *others), longest, options, int(deterministic)), *behind
 
 
 _gradients_once = once_differentiable(_gradients)  # for a backward that is itself recorded
@@ -208,6 +213,10 @@ class _Recorded(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
         gradients = _gradients_once if torch.is_grad_enabled() else _gradients
         return None, None, *gradients(ctx, dout)
+
+
+_record = super(torch.autograd.Function, _Recorded).apply
+"""`_Recorded.apply` without what only torch.func needs, which takes torch longer than the rest of it."""
 
 
 # ---- operators
@@ -264,7 +273,7 @@ def _attend_backward(
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     options = causal, scale, left, right, softcap
-    dq, dk, dv = differentiate((q, k, v, dout, out, lse), None, options, deterministic)
+    dq, dk, dv = differentiate((q, k, v, dout, out, lse), None, options, int(deterministic))
     return dq, dk, dv
 
 
@@ -332,7 +341,7 @@ def _attend_varlen_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     options, longest = (causal, scale, left, right, softcap), (max_seqlen_q, max_seqlen_k)
     tensors = q, k, v, dout, out, lse, cu_seqlens_q, cu_seqlens_k
-    dq, dk, dv = differentiate(tensors, longest, options, deterministic)
+    dq, dk, dv = differentiate(tensors, longest, options, int(deterministic))
     return dq, dk, dv
 
 

@@ -126,8 +126,9 @@ def attention_backward(
     (array([0., 0.], dtype=float32), array([5., 5.], dtype=float32))
     """
     options = checked_options(causal, scale, window, softcap)
+    extra = _extra(deterministic, float32_dk_dv, sm_margin)
     gradients: tuple[ArrayT, ArrayT, ArrayT] = differentiate(
-        (q, k, v, dout, out, lse), None, options, deterministic, float32_dk_dv, sm_margin, backend
+        (q, k, v, dout, out, lse), None, options, extra, backend
     )
     return gradients
 
@@ -190,9 +191,8 @@ def attention_varlen_backward(
     """
     options, longest = checked_options(causal, scale, window, softcap), longest_of(max_seqlen_q, max_seqlen_k)
     arrays = q, k, v, dout, out, lse, cu_seqlens_q, cu_seqlens_k
-    gradients: tuple[ArrayT, ArrayT, ArrayT] = differentiate(
-        arrays, longest, options, deterministic, float32_dk_dv, sm_margin, backend
-    )
+    extra = _extra(deterministic, float32_dk_dv, sm_margin)
+    gradients: tuple[ArrayT, ArrayT, ArrayT] = differentiate(arrays, longest, options, extra, backend)
     return gradients
 
 
@@ -200,20 +200,14 @@ def differentiate(
     arrays: Sequence[Any],
     longest: tuple[int, int] | None,
     options: Options,
-    deterministic: bool,
-    float32_dk_dv: bool = False,
-    sm_margin: int = 0,
+    extra: int,
     backend: str | None = None,
 ) -> Any:
-    """Gradients, given q, k, v, dout, out, lse and, with `longest`, cu_seqlens; options and `longest` are
-    checked."""
-    deterministic = flag(deterministic, "deterministic")
-    float32_dk_dv = flag(float32_dk_dv, "float32_dk_dv")
-    extra = deterministic + FLOAT32_DK_DV * float32_dk_dv
-    extra += SM_MARGIN * whole_number(sm_margin, "sm_margin", 0, LONGEST)
+    """Gradients, given q, k, v, dout, out, lse and, with `longest`, cu_seqlens; numbers are checked, and
+    `extra` is that of a `Call`."""
     signature = _FIXED if longest is None else _VARLEN
     call, addresses = call_of(signature, arrays, backend, options, longest, extra)
-    if float32_dk_dv and call.row.backend != "cuda" and call.dtype != "float32":
+    if extra & FLOAT32_DK_DV and call.row.backend != "cuda" and call.dtype != "float32":
         raise NotImplementedError(
             f"float32_dk_dv=True: backend {call.row.backend!r} gives dk and dv in the dtype of {call.dtype} "
             "inputs; use backend 'cuda', or pass float32"
@@ -223,4 +217,10 @@ def differentiate(
             return call.row.launch(call, addresses)
         q, k, v, dout, out, lse = arrays[:6]
         sequences = call.sequences(arrays)
-        return call.row.launch(dout, q, k, v, out, lse, sequences, call.scores, deterministic)
+        return call.row.launch(dout, q, k, v, out, lse, sequences, call.scores, bool(extra & 1))
+
+
+def _extra(deterministic: bool, float32_dk_dv: bool, sm_margin: int) -> int:
+    """Check options of gradients alone; return them as `Call.extra`."""
+    extra = flag(deterministic, "deterministic") + FLOAT32_DK_DV * flag(float32_dk_dv, "float32_dk_dv")
+    return extra + SM_MARGIN * whole_number(sm_margin, "sm_margin", 0, LONGEST)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvlab.device import compute_capability
 from kvlab.jit.build import arch_of, build
-from kvlab.jit.launch import Kernel, PreparedLaunch, load
-from kvlab.jit.structs import ADDRESS, TENSOR, Struct, words_of
+from kvlab.jit.launch import Kernel, PreparedLaunch, PreparedLaunches, load
+from kvlab.jit.structs import ADDRESS, TENSOR, Struct, places_of
 from kvlab.ops.array_kinds import allocator, stream_of
 from kvlab.ops.attention_arguments import (
     can_be_mapped,
@@ -163,7 +163,6 @@ class _PortableAttention:
         fields |= {"lse_batch": heads * rows[-1], "lse_head": rows[-1]}
         fields |= {"variable": int(variable), "pack": pack, "positions": positions}
         argument = _CALL.array(fields)
-        self._words = words_of(argument)
         blocks, self._lists = 0, None
         if lengths[0]:
             bytes_of_keys = 2 * math.prod(k.shape) * (4 if q.dtype == "float32" else 2)
@@ -172,16 +171,16 @@ class _PortableAttention:
                 (fields["left"], fields["right"]), bytes_of_keys, variable, q.device,
             )  # fmt: skip
             blocks, self._lists = builder.capacity, TileLists(builder, variable, call.kinds[0])
-        self._launch = PreparedLaunch(plan.kernel, (blocks,), (plan.threads,), argument, plan.shared_bytes)
+        launch = PreparedLaunch(plan.kernel, (blocks,), (plan.threads,), argument, plan.shared_bytes)
+        writes = [(place, i) for i, place in enumerate(places_of(argument, _ADDRESS_WORDS))]
+        self._launch = PreparedLaunches([launch], writes, len(writes))
         self._lock = Lock()
 
     def __call__(self, addresses: Sequence[int], out: int, lse: int, stream: int) -> None:
         q, k, v, *bounds = addresses
         with self._lock:
             _kept, at, _, _ = self._lists.get(bounds, stream) if self._lists else (None, 0, 0, False)
-            for word, address in zip(_ADDRESS_WORDS, (q, k, v, out, lse, at), strict=True):
-                self._words[word] = address
-            self._launch(stream)
+            self._launch(stream, q, k, v, out, lse, at)
 
 
 @dataclass(frozen=True)

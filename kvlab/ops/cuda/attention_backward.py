@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
+from itertools import count
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,8 +23,8 @@ import numpy as np
 from kvlab.arrays import CudaView
 from kvlab.device import compute_capability
 from kvlab.jit.build import arch_of, build
-from kvlab.jit.launch import Kernel, PreparedLaunch, load
-from kvlab.jit.structs import ADDRESS, TENSOR, Struct, words_of
+from kvlab.jit.launch import Kernel, PreparedLaunch, PreparedLaunches, load
+from kvlab.jit.structs import ADDRESS, TENSOR, Struct, places_of, words_of
 from kvlab.ops.array_kinds import allocator, stream_of
 from kvlab.ops.attention_arguments import (
     MAP_WORDS,
@@ -72,12 +72,11 @@ FIELDS: dict[str, str] = dict(
 """Of the struct that the kernels take."""
 
 _CALL = Struct(**FIELDS)
-_LIST, _SEMAPHORE = _CALL.word("list"), _CALL.word("semaphore")
 _ADDRESS_WORDS = [
     _CALL.word(name)
     for name in (
         "q", "k", "v", "dout", "out", "lse", "dq", "dk", "dv", "lse_log2", "dpsum", "dq_accum",
-        "dq_semaphore", "cu_q", "cu_k",
+        "dq_semaphore", "list", "semaphore", "cu_q", "cu_k",
     )
 ]  # fmt: skip
 ALIGNED_ROWS = 128  # the workspace has this many rows, or a multiple, for a sequence; see `Plan`
@@ -228,10 +227,7 @@ class _Prepared:
         of_call = _CALL.array(fields).view(np.uint64)
         argument = np.concatenate([np.zeros(MAP_WORDS * len(maps), np.uint64), of_call])
         of_call = argument[MAP_WORDS * len(maps) :]
-        self._words, self._maps = (
-            words_of(of_call),
-            TensorMaps(words_of(argument), *(encoder_of(*x) for x in maps)),
-        )
+        self._maps = TensorMaps(words_of(argument), *(encoder_of(*x) for x in maps))
         blocks, self._lists = 0, None
         if number:
             persistent = plan.persistent and cluster_split == 1
@@ -244,27 +240,32 @@ class _Prepared:
             if persistent:
                 blocks = min(blocks, max(1, multiprocessors(q.device) - sm_margin))
         around = (aligned_rows // PREPOST_ROWS, heads, number), (PREPOST_THREADS,), of_call
-        self._launches = (
+        launches = (
             PreparedLaunch(plan.preprocess, *around),
             PreparedLaunch(plan.main, (blocks,), (plan.threads,), argument, plan.shared_bytes),
             PreparedLaunch(plan.postprocess, *around),
         )
+        words = _ADDRESS_WORDS if call.longest is not None else _ADDRESS_WORDS[:-2]
+        places = [*places_of(argument, self._maps.begins), *places_of(of_call, words)]
+        self._launch = PreparedLaunches(launches, [*zip(places, count())], len(places))
 
     def __call__(self, addresses: Sequence[int]) -> tuple[Any, Any, Any]:
-        new = [make() for make in self._new]
-        start, stream = new[3][1], self._stream()
-        given = addresses[:6], [address for _, address in new[:3]], [start + x for x in self._offsets]
+        (dq, dq_at), (dk, dk_at), (dv, dv_at), (_workspace, start) = [make() for make in self._new]
+        lse_log2, dpsum, dq_accum, dq_semaphore = self._offsets
+        q, k, v, dout, out, lse, *bounds = addresses
+        stream, at, semaphore = self._stream(), 0, 0
         with self._lock:
-            for word, address in zip(_ADDRESS_WORDS, chain(*given, addresses[6:]), strict=False):
-                self._words[word] = address
-            self._maps.point_to(addresses[:4])
             if self._lists:
-                _kept, at, semaphore, _ = self._lists.get(addresses[:5:-1], stream)  # cu_seqlens_k, _q
-                self._words[_LIST], self._words[_SEMAPHORE] = at, semaphore
-            for launch in self._launches:
-                launch(stream)
+                _kept, at, semaphore, _ = self._lists.get(bounds[::-1], stream)  # cu_seqlens_k, _q
+            mapped = [q, k, v, dout][: len(self._maps.begins)]
+            self._launch(
+                stream, *self._maps.first_words(mapped),
+                q, k, v, dout, out, lse, dq_at, dk_at, dv_at,
+                start + lse_log2, start + dpsum, start + dq_accum, start + dq_semaphore,
+                at, semaphore, *bounds,
+            )  # fmt: skip
         # The workspace goes; what takes its memory comes after these launches on the stream.
-        return new[0][0], new[1][0], new[2][0]
+        return dq, dk, dv
 
 
 _prepare = lru_cache(maxsize=4096)(_Prepared)

@@ -330,7 +330,7 @@ class ListedCall:
                 self._maps.point_to(
                     [*(addresses[i] for i in self._mapped), *(results[i] for i in self._douts)]
                 )
-                bounds = addresses[-1], 0, *cu_q, *self._padding, *prefixes
+                bounds = addresses[-1], 0, *cu_q, *self._padding, *prefixes, *self._padding
                 _kept, words[_LIST], words[_SEMAPHORE], _ = self._lists.get(bounds, stream)
             for launch in launches:
                 launch(stream)
