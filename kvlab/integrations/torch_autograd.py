@@ -24,7 +24,7 @@ from kvlab.ops.attention import attend
 from kvlab.ops.attention_backward import differentiate
 from kvlab.ops.attention_call import Options, checked_options, longest_of
 
-__all__ = ["attention", "attention_varlen", "with_contiguous_rows"]
+__all__ = ["attention", "attention_varlen", "record", "with_contiguous_rows"]
 
 Two = tuple[torch.Tensor, torch.Tensor]
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -147,6 +147,13 @@ def with_contiguous_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tensors
 
 
+def record(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """Return ``function.apply(*arguments)``, without what only torch.func needs, which takes 2 us."""
+    if torch._C._are_functorch_transforms_active():
+        return function.apply(*arguments)  # type: ignore[no-untyped-call]
+    return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
+
+
 def _run(
     tensors: tuple[Any, ...], longest: Longest, options: Options, deterministic: bool, return_lse: bool
 ) -> torch.Tensor | Two:
@@ -158,7 +165,7 @@ def _run(
         out, lse = operator(*tensors, *(longest or ()), *options, deterministic)
         return (out, lse) if return_lse else out
     if torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, tensors)):
-        recorded: torch.Tensor | Two = _record(numbers, return_lse, *tensors)
+        recorded: torch.Tensor | Two = record(_Recorded, numbers, return_lse, *tensors)
         return recorded
     found: torch.Tensor | Two = attend(tensors, longest, options, return_lse)
     return found
@@ -213,10 +220,6 @@ class _Recorded(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
         gradients = _gradients_once if torch.is_grad_enabled() else _gradients
         return None, None, *gradients(ctx, dout)
-
-
-_record = super(torch.autograd.Function, _Recorded).apply
-"""`_Recorded.apply` without what only torch.func needs, which takes torch longer than the rest of it."""
 
 
 # ---- operators

@@ -221,7 +221,7 @@ class PreparedLaunch:
             (*(*grid, 1, 1)[:3], *block, 1, 1, shared_bytes),
             cooperative=cooperative, early=early and hopper, cluster=cluster,
         )  # fmt: skip
-        self._table = Table([self.row] if self.row else [], [], 0)
+        self._table = Table([self.row] if self.row else [], [])
 
     @property
     def row(self) -> tuple[int, int, int] | None:
@@ -245,10 +245,8 @@ class PreparedLaunches:
     Parameters
     ----------
     launches : sequence of PreparedLaunch
-    writes : sequence of (int, int)
-        Address of a word of 8 bytes in an argument, and which of a call's values is written there.
-    values : int
-        How many a call has.
+    places : sequence of int
+        Addresses of words of 8 bytes in arguments: one for each value of a call, which is written there.
 
     Attributes
     ----------
@@ -256,11 +254,9 @@ class PreparedLaunches:
         As given.
     """
 
-    def __init__(
-        self, launches: Sequence[PreparedLaunch], writes: Sequence[tuple[int, int]], values: int
-    ) -> None:
-        self.launches, self._writes = launches, writes
-        self._table = Table([launch.row for launch in launches if launch.row], writes, values)
+    def __init__(self, launches: Sequence[PreparedLaunch], places: Sequence[int]) -> None:
+        self.launches, self._places = launches, places
+        self._table = Table([launch.row for launch in launches if launch.row], places)
 
     def __call__(self, stream_pointer: int, *values: int) -> None:
         """Write the values and launch; not in two threads at once."""
@@ -271,8 +267,8 @@ class PreparedLaunches:
 
     def one_by_one(self, stream_pointer: int, *values: int) -> None:
         """Do the same with a call for each launch, which can be recorded."""
-        for address, place in self._writes:
-            ctypes.c_uint64.from_address(address).value = values[place]
+        for place, value in zip(self._places, values, strict=True):
+            ctypes.c_uint64.from_address(place).value = value
         for launch in self.launches:
             launch(stream_pointer)
 

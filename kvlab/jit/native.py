@@ -22,43 +22,42 @@ _CONFIG_STREAM = 32
 _VALUES = 6
 """Word of a table at which a call's values begin; the word before is the stream."""
 
-# A table is words of 8 bytes: the driver's cuLaunchKernelEx; numbers of writes and launches; where these are;
-# the stream; the values of the call. A write is the word's address and the place of its value in the table; a
-# launch is the address of its CUlaunchConfig, the kernel, and the address of the addresses of its parameters.
+# A table is words of 8 bytes: the driver's cuLaunchKernelEx; numbers of values and launches; where places and
+# launches are; the stream; the values. A launch is the address of its CUlaunchConfig, the kernel, and the
+# address of the addresses of its parameters.
 _SOURCE = f"""
 define i32 @run(ptr %table) {{
 begin:
   %driver = load ptr, ptr %table
-  %writes_at = getelementptr i64, ptr %table, i64 1
-  %writes = load i64, ptr %writes_at
+  %values_at = getelementptr i64, ptr %table, i64 1
+  %values = load i64, ptr %values_at
   %launches_at = getelementptr i64, ptr %table, i64 2
   %launches = load i64, ptr %launches_at
-  %first_write_at = getelementptr i64, ptr %table, i64 3
-  %first_write = load ptr, ptr %first_write_at
+  %places_at = getelementptr i64, ptr %table, i64 3
+  %places = load ptr, ptr %places_at
   %first_launch_at = getelementptr i64, ptr %table, i64 4
   %first_launch = load ptr, ptr %first_launch_at
   %stream_at = getelementptr i64, ptr %table, i64 {_VALUES - 1}
   %stream = load i64, ptr %stream_at
-  br label %more_writes
+  %first_value = getelementptr i64, ptr %table, i64 {_VALUES}
+  br label %more_values
 
-more_writes:
+more_values:
   %i = phi i64 [0, %begin], [%next_i, %write]
-  %is_write = icmp ult i64 %i, %writes
-  br i1 %is_write, label %write, label %more_launches
+  %is_value = icmp ult i64 %i, %values
+  br i1 %is_value, label %write, label %more_launches
 
 write:
-  %pair = getelementptr [2 x i64], ptr %first_write, i64 %i
-  %target = load ptr, ptr %pair
-  %place_at = getelementptr i64, ptr %pair, i64 1
-  %place = load i64, ptr %place_at
-  %value_at = getelementptr i64, ptr %table, i64 %place
+  %place_at = getelementptr ptr, ptr %places, i64 %i
+  %place = load ptr, ptr %place_at
+  %value_at = getelementptr i64, ptr %first_value, i64 %i
   %value = load i64, ptr %value_at
-  store i64 %value, ptr %target
+  store i64 %value, ptr %place
   %next_i = add i64 %i, 1
-  br label %more_writes
+  br label %more_values
 
 more_launches:
-  %j = phi i64 [0, %more_writes], [%next_j, %launch]
+  %j = phi i64 [0, %more_values], [%next_j, %launch]
   %is_launch = icmp ult i64 %j, %launches
   br i1 %is_launch, label %launch, label %done
 
@@ -92,23 +91,18 @@ class Table:
     ----------
     launches : sequence of (int, int, int)
         Addresses of the ``CUlaunchConfig``, the kernel and the addresses of its parameters.
-    writes : sequence of (int, int)
-        Address of a word, and which of the values of a call is written there.
-    values : int
-        How many there are.
+    places : sequence of int
+        Addresses of words of 8 bytes: one for each value of a run, which is written there.
     """
 
-    def __init__(
-        self, launches: Sequence[tuple[int, int, int]], writes: Sequence[tuple[int, int]], values: int
-    ) -> None:
-        self._writes = np.array([(target, _VALUES + value) for target, value in writes], np.uint64)
-        self._launches = np.array(launches, np.uint64)
-        words = np.zeros(_VALUES + values, np.uint64)
+    def __init__(self, launches: Sequence[tuple[int, int, int]], places: Sequence[int]) -> None:
+        self._places, self._launches = np.array(places, np.uint64), np.array(launches, np.uint64)
+        words = np.zeros(_VALUES + len(places), np.uint64)
         words[:5] = (
-            launch_function(), len(writes), len(launches), self._writes.ctypes.data,
+            launch_function(), len(places), len(launches), self._places.ctypes.data,
             self._launches.ctypes.data,
         )  # fmt: skip
-        self.write = partial(struct.Struct(f"{1 + values}Q").pack_into, words.data, 8 * (_VALUES - 1))
+        self.write = partial(struct.Struct(f"{1 + len(places)}Q").pack_into, words.data, 8 * (_VALUES - 1))
         """Set the stream and the values of the next run."""
         self.run = partial(_compiled(), words.ctypes.data)
         """Write, launch, and return the driver's error, 0 if there is none."""

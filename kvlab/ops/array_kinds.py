@@ -62,7 +62,7 @@ def kinds_of(arrays: Sequence[Any], names: Sequence[str]) -> tuple[tuple[Kind, .
         for x in arrays:
             if isinstance(x, tensor):
                 if x.is_neg() or (records and x.requires_grad):
-                    check_tensor(x, torch, names[len(kinds)])
+                    check_tensor(x, sys.modules["torch"], names[len(kinds)])
                 address = x.data_ptr()
                 kinds.append((x.shape, x.stride(), x.dtype, x.device, address % ALIGNMENT))
             else:
@@ -71,7 +71,7 @@ def kinds_of(arrays: Sequence[Any], names: Sequence[str]) -> tuple[tuple[Kind, .
             addresses.append(address)
     except RuntimeError:  # of a tensor without memory or strides
         if isinstance(x, tensor):
-            check_tensor(x, torch, names[len(kinds)])
+            check_tensor(x, sys.modules["torch"], names[len(kinds)])
         raise
     return tuple(kinds), addresses
 
@@ -123,9 +123,9 @@ def allocator(shape: Sequence[int], dtype: str, kind: Kind) -> Callable[[], tupl
     # Half the time of torch.empty, whose sizes may be symbols.
     new, strides = torch.empty_strided, tuple([math.prod(shape[axis + 1 :]) for axis in range(len(shape))])
     dtype, device = getattr(torch, dtype), kind[3]
-    # What torch's own compiler calls, on the current device: half the time again.
-    new_here = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
-    current_device = torch._C._cuda_getDevice if device.type == "cuda" and new_here else lambda: None
+    # What torch's own compiler calls for the current device: half the time again.
+    new_here = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}")
+    current_device = torch._C._cuda_getDevice if device.type == "cuda" else lambda: None
 
     def make_in_torch() -> tuple[Any, int]:
         if current_device() == device.index:

@@ -192,9 +192,8 @@ def test_a_prepared_launch_reads_its_argument_when_it_is_made(driver: Driver) ->
 def test_launches_in_turn_come_behind_the_values_of_the_call(driver: Driver, one_by_one: bool) -> None:
     arguments = [np.zeros(1, CALL.dtype) for _ in range(2)]
     addresses = [place for x in arguments for place in places_of(x, [CALL.word("out")])]
-    writes = [(addresses[0], 1), (addresses[1], 0)]
     both = PreparedLaunches(
-        [prepared(x, early=early) for x, early in zip(arguments, (False, True), strict=True)], writes, 2
+        [prepared(x, early=early) for x, early in zip(arguments, (False, True), strict=True)], addresses
     )
     run = both.one_by_one if one_by_one else both
     for stream, values in ((77, (1 << 40, 5)), (78, (6, 7))):
@@ -202,13 +201,13 @@ def test_launches_in_turn_come_behind_the_values_of_the_call(driver: Driver, one
         driver.arguments.clear()
         run(stream, *values)
         assert [(row[3], row[4]) for row in driver.configured] == [(stream, False), (stream, True)]
-        assert driver.arguments == [CALL.pack(out=value).tobytes() for value in values[::-1]]
+        assert driver.arguments == [CALL.pack(out=value).tobytes() for value in values]
 
 
 def test_a_grid_of_nothing_is_left_out(driver: Driver) -> None:
     none = PreparedLaunch(prepared().kernel, (0, 2), (128,), np.zeros(1, CALL.dtype))
     none(77)
-    PreparedLaunches([none, prepared()], [], 0)(78)
+    PreparedLaunches([none, prepared()], [])(78)
     assert [row[3] for row in driver.configured] == [78]
 
 

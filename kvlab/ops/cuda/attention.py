@@ -172,8 +172,7 @@ class _PortableAttention:
             )  # fmt: skip
             blocks, self._lists = builder.capacity, TileLists(builder, variable, call.kinds[0])
         launch = PreparedLaunch(plan.kernel, (blocks,), (plan.threads,), argument, plan.shared_bytes)
-        writes = [(place, i) for i, place in enumerate(places_of(argument, _ADDRESS_WORDS))]
-        self._launch = PreparedLaunches([launch], writes, len(writes))
+        self._launch = PreparedLaunches([launch], places_of(argument, _ADDRESS_WORDS))
         self._lock = Lock()
 
     def __call__(self, addresses: Sequence[int], out: int, lse: int, stream: int) -> None:

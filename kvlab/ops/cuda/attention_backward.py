@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import count
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -247,7 +246,7 @@ class _Prepared:
         )
         words = _ADDRESS_WORDS if call.longest is not None else _ADDRESS_WORDS[:-2]
         places = [*places_of(argument, self._maps.begins), *places_of(of_call, words)]
-        self._launch = PreparedLaunches(launches, [*zip(places, count())], len(places))
+        self._launch = PreparedLaunches(launches, places)
 
     def __call__(self, addresses: Sequence[int]) -> tuple[Any, Any, Any]:
         (dq, dq_at), (dk, dk_at), (dv, dv_at), (_workspace, start) = [make() for make in self._new]

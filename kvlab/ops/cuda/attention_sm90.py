@@ -130,9 +130,8 @@ class HopperAttention:
         blocks = min(builder.capacity, max(1, multiprocessors(q.device) - call.extra))
         bytes_of_block = shared_bytes(head_dim, block_n, groups, q_slots)
         of_kernel = kernel, (blocks,), (128 + 128 * groups,), argument, bytes_of_block
-        writes = [(place, i) for i, place in enumerate(places_of(argument, words))]
         self._launch, self._launch_behind_list = (
-            PreparedLaunches([PreparedLaunch(*of_kernel, early=early)], writes, len(writes))
+            PreparedLaunches([PreparedLaunch(*of_kernel, early=early)], places_of(argument, words))
             for early in (False, True)
         )
         self._lock = Lock()

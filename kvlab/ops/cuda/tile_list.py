@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import count
 from threading import get_ident
 from typing import Any, NamedTuple, Protocol
 
@@ -189,8 +188,8 @@ class ListBuilder:
         words = call.word("list"), *range(call.word("cu_q"), call.word("cu_q") + bounds)
         self._launch = PreparedLaunches(
             [PreparedLaunch(kernel, (sections,), (_THREADS,), argument, early=True)],
-            [*zip(places_of(argument, words), count())], 1 + bounds,
-        )  # fmt: skip
+            places_of(argument, words),
+        )
 
     def build(self, address: int, bounds: Sequence[int], stream: int) -> None:
         """Make a list at this address, on this stream; not by two threads at once.
