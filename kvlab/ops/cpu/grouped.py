@@ -119,7 +119,7 @@ def attend_backward(
     cu_q, cu_k, lens = lengths_of(call, arrays)
     dq_groups = []
     sums = [np.zeros((call.sizes["total_k"], call.sizes["Hk"], call.sizes["D"]), np.float32) for _ in "kv"]
-    for g, (q, dout, out, lse) in enumerate(zip(arrays.q_groups, *results, strict=True)):
+    for g, (q, dout, out, lse) in enumerate(zip(arrays.q_groups, *results[:3], strict=True)):
         sequences = _sequences_of(call, cu_q[g], cu_k, lens[g])
         dq, *of_keys = differentiate_one(
             dout, q, arrays.k, arrays.v, out, lse, sequences, call.scores, deterministic=True

@@ -19,7 +19,7 @@ import numpy as np
 
 from kvlab.jit.launch import PreparedLaunch, PreparedLaunches
 from kvlab.jit.structs import ADDRESS, TENSOR, Struct, places_of, words_of
-from kvlab.ops.array_kinds import Kind, allocator, kinds_of, splitter, stream_of, view_of
+from kvlab.ops.array_kinds import Kind, allocator, splitter, stream_of, view_of
 from kvlab.ops.attention_arguments import (
     MAP_WORDS,
     TensorMaps,
@@ -45,13 +45,14 @@ from kvlab.ops.cuda.grouped_separate import attend_backward as attend_separately
 from kvlab.ops.cuda.grouped_separate import check_lengths
 from kvlab.ops.cuda.tile_list import ListBuilder, TileLists, Tiling
 from kvlab.ops.device_arrays import multiprocessors
+from kvlab.ops.grouped_backward import names_of_results
 
 if TYPE_CHECKING:
     from kvlab.arrays import CudaView
     from kvlab.ops.grouped import GroupedArrays, GroupedCall
     from kvlab.ops.grouped_backward import Results
 
-__all__ = ["FEW_GROUPS", "MAX_CHANNELS", "ListedCall", "attend_backward", "listed_call", "names_of_results"]
+__all__ = ["FEW_GROUPS", "MAX_CHANNELS", "ListedCall", "attend_backward", "listed_call"]
 
 MAX_CHANNELS = 128
 """Head dimension of the largest kernel."""
@@ -93,19 +94,10 @@ def attend_backward(
     float32_dkv: bool,
 ) -> tuple[list[Any], Any, Any]:
     """Launcher of backend "cuda" for Hopper: dq of each group, dk and dv."""
-    kinds, of_results = kinds_of(
-        [*results.douts, *results.outs, *results.lses], names_of_results(call.groups)
-    )
-    listed = listed_call(call, kinds, deterministic, float32_dkv)
+    listed = listed_call(call, results.kinds, deterministic, float32_dkv)
     if listed is None:
         return attend_separately(call, arrays, addresses, results, deterministic, float32_dkv)
-    return listed(addresses, of_results)
-
-
-@lru_cache(maxsize=MAX_GROUPS)
-def names_of_results(groups: int) -> tuple[str, ...]:
-    """Names of douts, outs and lses, in order."""
-    return tuple(f"{name}[{g}]" for name in ("douts", "outs", "lses") for g in range(groups))
+    return listed(addresses, results.addresses)
 
 
 @lru_cache(maxsize=1024)

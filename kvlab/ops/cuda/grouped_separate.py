@@ -109,7 +109,7 @@ def attend_backward_with(
             sm_margin=call.sm_margin, backend=backend,
         )
         for q, dout, out, lse, (cu_q, cu_k) in zip(
-            arrays.q_groups, *results, _separate_sequences(call, addresses), strict=True
+            arrays.q_groups, *results[:3], _separate_sequences(call, addresses), strict=True
         )
     ]  # fmt: skip
     of_keys = [[one[i] for one in found] for i in (1, 2)]
