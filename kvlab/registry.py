@@ -133,9 +133,9 @@ class Implementation:
                 missing.append(f"{name}={', '.join(map(str, refused))} (supported: {describe(allowed)})")
         return missing
 
-    def launch(self, *args: Any, **kwargs: Any) -> Any:
+    def launch(self, *args: Any) -> Any:
         """Call the implementation; afterwards `last_backend` names this row's backend."""
-        result = _resolve(self.launcher)(*args, **kwargs)
+        result = _resolve(self.launcher)(*args)
         _last_backend.set(self.backend)
         return result
 

@@ -11,7 +11,7 @@ float64, for `torch.autograd.gradcheck`, runs on the CPU by the reference.
 The log-sum-exp is for merging parts and has no gradient here; a second derivative is not offered either.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -24,7 +24,7 @@ from kvlab.ops.attention import attend
 from kvlab.ops.attention_backward import differentiate
 from kvlab.ops.attention_call import Options, checked_options, longest_of
 
-__all__ = ["attention", "attention_varlen", "record", "with_contiguous_rows"]
+__all__ = ["attention", "attention_varlen", "recorder", "with_contiguous_rows"]
 
 Two = tuple[torch.Tensor, torch.Tensor]
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -80,7 +80,8 @@ def attention(
     tensor([1., 1.])
     """
     options = checked_options(causal, scale, window, softcap)
-    return _run(with_contiguous_rows(q, k, v), None, options, deterministic, return_lse)
+    flags = flag(deterministic, "deterministic"), flag(return_lse, "return_lse")
+    return _run(with_contiguous_rows(q, k, v), None, options, *flags)
 
 
 def attention_varlen(
@@ -132,7 +133,8 @@ def attention_varlen(
     """
     options, longest = checked_options(causal, scale, window, softcap), longest_of(max_seqlen_q, max_seqlen_k)
     tensors = *with_contiguous_rows(q, k, v), cu_seqlens_q, cu_seqlens_k
-    return _run(tensors, longest, options, deterministic, return_lse)
+    flags = flag(deterministic, "deterministic"), flag(return_lse, "return_lse")
+    return _run(tensors, longest, options, *flags)
 
 
 def with_contiguous_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -143,29 +145,30 @@ def with_contiguous_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
                 f"q, k and v must be tensors of torch, got {type(x).__name__}: kvlab.attention takes others"
             )
         if x.stride(-1) != 1 and x.shape[-1] > 1:
-            return tuple([x.contiguous() if x.stride(-1) != 1 else x for x in tensors])
+            return tuple([x if x.stride(-1) == 1 else x.contiguous() for x in tensors])
     return tensors
 
 
-def record(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """Return ``function.apply(*arguments)``, without what only torch.func needs, which takes 2 us."""
+def recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return ``function.apply`` without what only torch.func needs, if that is not in use: it takes 2 us."""
     if torch._C._are_functorch_transforms_active():
-        return function.apply(*arguments)  # type: ignore[no-untyped-call]
-    return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
+        return function.apply
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
 
 
 def _run(
     tensors: tuple[Any, ...], longest: Longest, options: Options, deterministic: bool, return_lse: bool
 ) -> torch.Tensor | Two:
-    """Compute in the cheapest way that torch can still differentiate and compile."""
-    numbers = longest, options, flag(deterministic, "deterministic")
-    return_lse = flag(return_lse, "return_lse")
+    """Compute in the cheapest way that torch can still differentiate and compile; numbers are checked."""
     if _is_looked_at(tensors):
         operator = _attention if longest is None else _varlen
         out, lse = operator(*tensors, *(longest or ()), *options, deterministic)
         return (out, lse) if return_lse else out
     if torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, tensors)):
-        recorded: torch.Tensor | Two = record(_Recorded, numbers, return_lse, *tensors)
+        recorded: torch.Tensor | Two = recorder(_Recorded)(
+            longest, options, deterministic, return_lse, *tensors
+        )
         return recorded
     found: torch.Tensor | Two = attend(tensors, longest, options, return_lse)
     return found
@@ -180,13 +183,6 @@ def _is_looked_at(tensors: tuple[Any, ...]) -> bool:
     )
 
 
-def _keep(ctx: Any, tensors: Sequence[torch.Tensor], numbers: Numbers, output: Two) -> None:
-    """Keep what `_gradients` needs."""
-    ctx.numbers = numbers
-    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
-    ctx.set_materialize_grads(False)  # else each backward fills a gradient of the log-sum-exp with zeros
-
-
 def _gradients(ctx: Any, dout: torch.Tensor | None) -> tuple[Any, ...]:
     """Gradients of the tensors that are kept, but for out and lse."""
     q, k, v, *others = ctx.saved_tensors
@@ -195,10 +191,11 @@ def _gradients(ctx: Any, dout: torch.Tensor | None) -> tuple[Any, ...]:
         return None, None, None, *behind
     longest, options, deterministic = ctx.numbers
     (dout,) = with_contiguous_rows(dout)
-    if _is_looked_at((dout, q, k, v, *others)):
+    tensors = q, k, v, dout, *others
+    if _is_looked_at(tensors):
         operator = _attention_backward if longest is None else _varlen_backward
         return *operator(dout, q, k, v, *others, *(longest or ()), *options, deterministic), *behind
-    return *differentiate((q, k, v, dout, *others), longest, options, int(deterministic)), *behind
+    return *differentiate(tensors, longest, options, int(deterministic)), *behind
 
 
 _gradients_once = once_differentiable(_gradients)  # for a backward that is itself recorded
@@ -208,18 +205,27 @@ class _Recorded(torch.autograd.Function):
     """Attention as a node of autograd: its numbers, whether the log-sum-exp is wanted, and its tensors."""
 
     @staticmethod
-    def forward(ctx: Any, numbers: Numbers, return_lse: bool, *tensors: torch.Tensor) -> torch.Tensor | Two:
-        out, lse = attend(tensors, *numbers[:2], True)
-        _keep(ctx, tensors, numbers, (out, lse))
+    def forward(
+        ctx: Any,
+        longest: Longest,
+        options: Options,
+        deterministic: bool,
+        return_lse: bool,
+        *tensors: torch.Tensor,
+    ) -> torch.Tensor | Two:
+        out, lse = attend(tensors, longest, options, True)
+        ctx.numbers = longest, options, deterministic
+        ctx.save_for_backward(*tensors[:3], out, lse, *tensors[3:])
         if not return_lse:
             return out  # type: ignore[no-any-return]
         ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)  # else each backward fills a gradient of lse with zeros
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
         gradients = _gradients_once if torch.is_grad_enabled() else _gradients
-        return None, None, *gradients(ctx, dout)
+        return None, None, None, None, *gradients(ctx, dout)
 
 
 # ---- operators
@@ -234,8 +240,10 @@ def _numbers_of(numbers: Sequence[Any]) -> Numbers:
 
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Two) -> None:
     tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
-    _keep(ctx, tensors, _numbers_of(inputs[len(tensors) :]), output)
+    ctx.numbers = _numbers_of(inputs[len(tensors) :])
+    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, dout: torch.Tensor | None, _dlse: Any) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 import kvlab
 from kvlab.arguments import flag
-from kvlab.integrations.torch_autograd import record, with_contiguous_rows
+from kvlab.integrations.torch_autograd import recorder, with_contiguous_rows
 
 __all__ = ["grouped_attention_varlen"]
 
@@ -73,7 +73,7 @@ max_seqlen_k
         "causal": causal, "scale": scale, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k,
     }  # fmt: skip
     options = shared, flag(deterministic, "deterministic"), implementation
-    found = record(_Recorded, options, *with_contiguous_rows(k, v, *q_groups))
+    found = recorder(_Recorded)(options, *with_contiguous_rows(k, v, *q_groups))
     outs, lses = list(found[: len(q_groups)]), list(found[len(q_groups) :])
     return (outs, lses) if flag(return_lse, "return_lse") else outs
 

@@ -258,7 +258,7 @@ class PreparedLaunches:
         self.launches, self._places = launches, places
         self._table = Table([launch.row for launch in launches if launch.row], places)
 
-    def __call__(self, stream_pointer: int, *values: int) -> None:
+    def run(self, stream_pointer: int, *values: int) -> None:
         """Write the values and launch; not in two threads at once."""
         table = self._table
         table.write(stream_pointer, *values)

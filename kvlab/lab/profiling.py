@@ -280,7 +280,7 @@ def recorded(
     with (
         mock.patch.object(Kernel, "__call__", record),
         mock.patch.object(PreparedLaunch, "__call__", record_prepared),
-        mock.patch.object(PreparedLaunches, "__call__", PreparedLaunches.one_by_one),
+        mock.patch.object(PreparedLaunches, "run", PreparedLaunches.one_by_one),
     ):
         yield
 

@@ -105,34 +105,37 @@ def view_of(kind: Kind, name: str) -> CudaView:
     return CudaView(kind[4], shape, meant_strides(shape, kind[1]), dtype_of_kind(kind, name), device.index)
 
 
-def allocator(shape: Sequence[int], dtype: str, kind: Kind) -> Callable[[], tuple[Any, int]]:
-    """Return what makes new arrays, and their addresses, on the GPU and in the library of a kind."""
-    shape = tuple(shape)
+def allocator(kind: Kind, *results: tuple[Sequence[int], str]) -> Callable[[], tuple[list[Any], list[int]]]:
+    """Return what makes new arrays of these shapes and dtypes, on the GPU and in the library of a kind.
+
+    It returns a list of them, and one of their addresses.
+    """
+    shapes = [tuple(shape) for shape, _ in results]
     if isinstance(kind[3], Device):
         import cupy
 
-        index, made_of = kind[3].index, numpy_dtype(dtype)
+        index, dtypes = kind[3].index, [numpy_dtype(dtype) for _, dtype in results]
 
-        def make_in_cupy() -> tuple[Any, int]:
+        def make_in_cupy() -> tuple[list[Any], list[int]]:
             with cupy.cuda.Device(index):
-                made = cupy.empty(shape, made_of)
-            return made, made.data.ptr
+                made = [cupy.empty(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+            return made, [x.data.ptr for x in made]
 
         return make_in_cupy
-    torch = sys.modules["torch"]
-    # Half the time of torch.empty, whose sizes may be symbols.
-    new, strides = torch.empty_strided, tuple([math.prod(shape[axis + 1 :]) for axis in range(len(shape))])
-    dtype, device = getattr(torch, dtype), kind[3]
-    # What torch's own compiler calls for the current device: half the time again.
+    torch, device = sys.modules["torch"], kind[3]
+    strides = [tuple([math.prod(shape[axis + 1 :]) for axis in range(len(shape))]) for shape in shapes]
+    wanted = list(zip(shapes, strides, [getattr(torch, dtype) for _, dtype in results], strict=True))
+    # What torch's own compiler calls, for the current device, in half the time of torch.empty_strided. That
+    # takes half the time of torch.empty, whose sizes may be symbols.
     new_here = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}")
     current_device = torch._C._cuda_getDevice if device.type == "cuda" else lambda: None
 
-    def make_in_torch() -> tuple[Any, int]:
+    def make_in_torch() -> tuple[list[Any], list[int]]:
         if current_device() == device.index:
-            made = new_here(shape, strides, dtype)
+            made = [new_here(*each) for each in wanted]
         else:
-            made = new(shape, strides, dtype=dtype, device=device)
-        return made, made.data_ptr()
+            made = [torch.empty_strided(*each[:2], dtype=each[2], device=device) for each in wanted]
+        return made, [x.data_ptr() for x in made]
 
     return make_in_torch
 

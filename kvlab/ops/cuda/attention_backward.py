@@ -74,8 +74,8 @@ _CALL = Struct(**FIELDS)
 _ADDRESS_WORDS = [
     _CALL.word(name)
     for name in (
-        "q", "k", "v", "dout", "out", "lse", "dq", "dk", "dv", "lse_log2", "dpsum", "dq_accum",
-        "dq_semaphore", "list", "semaphore", "cu_q", "cu_k",
+        "dq", "dk", "dv", "lse_log2", "dpsum", "dq_accum", "dq_semaphore", "list", "semaphore",
+        "q", "k", "v", "dout", "out", "lse", "cu_q", "cu_k",
     )
 ]  # fmt: skip
 ALIGNED_ROWS = 128  # the workspace has this many rows, or a multiple, for a sequence; see `Plan`
@@ -171,7 +171,7 @@ def attend_backward(call: Call, addresses: Sequence[int]) -> tuple[Any, Any, Any
 
     `addresses` are those of q, k, v, dout, out and lse and, if lengths are variable, of cu_seqlens.
     """
-    return _prepare(call, HOPPER)(addresses)
+    return _prepare(call, HOPPER).differentiate(addresses)
 
 
 class _Prepared:
@@ -218,8 +218,10 @@ class _Prepared:
         accum_nbytes = 4 * num_rows * plan.head_dim
         self._offsets = accum_nbytes, accum_nbytes + 4 * num_rows, 0, accum_nbytes + 8 * num_rows
         of_keys = "float32" if wide else q.dtype
-        self._new = [allocator(x.shape, t, kind) for x, t in ((q, q.dtype), (k, of_keys), (v, of_keys))]
-        self._new.append(allocator((num_rows * (plan.head_dim + 2) + semaphores,), "float32", kind))
+        workspace = (num_rows * (plan.head_dim + 2) + semaphores,), "float32"
+        self._new = allocator(
+            kind, (q.shape, q.dtype), (k.shape, of_keys), (v.shape, of_keys), workspace
+        )  # fmt: skip
         self._stream, self._lock = stream_of(kind), Lock()
 
         maps = ((q, plan.box), (k, plan.keys), (v, plan.keys), (dout, plan.box)) if plan.box else ()
@@ -248,20 +250,19 @@ class _Prepared:
         places = [*places_of(argument, self._maps.begins), *places_of(of_call, words)]
         self._launch = PreparedLaunches(launches, places)
 
-    def __call__(self, addresses: Sequence[int]) -> tuple[Any, Any, Any]:
-        (dq, dq_at), (dk, dk_at), (dv, dv_at), (_workspace, start) = [make() for make in self._new]
+    def differentiate(self, addresses: Sequence[int]) -> tuple[Any, Any, Any]:
+        """Return new gradients; `addresses` as in `attend_backward`."""
+        (dq, dk, dv, _workspace), (dq_at, dk_at, dv_at, start) = self._new()
         lse_log2, dpsum, dq_accum, dq_semaphore = self._offsets
-        q, k, v, dout, out, lse, *bounds = addresses
-        stream, at, semaphore = self._stream(), 0, 0
+        stream, at, semaphore, maps = self._stream(), 0, 0, self._maps
         with self._lock:
             if self._lists:
-                _kept, at, semaphore, _ = self._lists.get(bounds[::-1], stream)  # cu_seqlens_k, _q
-            mapped = [q, k, v, dout][: len(self._maps.begins)]
-            self._launch(
-                stream, *self._maps.first_words(mapped),
-                q, k, v, dout, out, lse, dq_at, dk_at, dv_at,
-                start + lse_log2, start + dpsum, start + dq_accum, start + dq_semaphore,
-                at, semaphore, *bounds,
+                _kept, at, semaphore, _ = self._lists.get(addresses[:5:-1], stream)  # cu_seqlens_k, _q
+            mapped = addresses[: len(maps.begins)]
+            self._launch.run(
+                stream, *(mapped if maps.follow else maps.first_words(mapped)), dq_at, dk_at, dv_at,
+                start + lse_log2, start + dpsum, start + dq_accum, start + dq_semaphore, at, semaphore,
+                *addresses,
             )  # fmt: skip
         # The workspace goes; what takes its memory comes after these launches on the stream.
         return dq, dk, dv

@@ -130,13 +130,13 @@ class HopperAttention:
         blocks = min(builder.capacity, max(1, multiprocessors(q.device) - call.extra))
         bytes_of_block = shared_bytes(head_dim, block_n, groups, q_slots)
         of_kernel = kernel, (blocks,), (128 + 128 * groups,), argument, bytes_of_block
-        self._launch, self._launch_behind_list = (
+        self._launches, self._behind_list = (
             PreparedLaunches([PreparedLaunch(*of_kernel, early=early)], places_of(argument, words))
             for early in (False, True)
         )
         self._lock = Lock()
 
-    def __call__(self, addresses: Sequence[int], out: int, lse: int, stream: int) -> None:
+    def launch(self, addresses: Sequence[int], out: int, lse: int, stream: int) -> None:
         """Launch on a stream.
 
         Parameters
@@ -152,5 +152,5 @@ class HopperAttention:
             if not self._maps.follow:
                 q, k, v, out = self._maps.first_words((q, k, v, out))
             _kept, at, semaphore, is_new = self._lists.get(bounds, stream)
-            launch = self._launch_behind_list if is_new else self._launch
-            launch(stream, q, k, v, out, lse, at, semaphore)
+            launches = self._behind_list if is_new else self._launches
+            launches.run(stream, q, k, v, out, lse, at, semaphore)

@@ -193,11 +193,10 @@ class ListedCall:
         *self._begins, self._parts_begin = begins  # of the list, arrivals, bases, order, tile_parts, parts
         kind = call.kinds[0]
         bytes_of_parts = 4 * most_parts * entries * 128 * (head_dim // 2 + 4)
-        self._new_list = allocator((begins[5] + bytes_of_parts,), "uint8", kind)
+        self._new_list = allocator(kind, ((begins[5] + bytes_of_parts,), "uint8"))
         total = (sum(rows), heads, dim)
-        self._new_out = None if merges else allocator(total, first.dtype, kind)
-        wants_lse = call.return_lse and not merges
-        self._new_lse = allocator((heads, sum(rows)), "float32", kind) if wants_lse else None
+        of_lse = ((heads, sum(rows)), "float32")
+        self._new = None if merges else allocator(kind, (total, first.dtype), *[of_lse] * call.return_lse)
         self._stream = stream_of(kind)
         self._split_out, self._split_lse = (splitter(rows, axis, kind) for axis in (0, 1))
 
@@ -272,27 +271,27 @@ class ListedCall:
 
     def __call__(self, addresses: Sequence[int]) -> tuple[list[Any], list[Any]]:
         """Launch on the current stream of the arrays' library, given their addresses."""
-        out, out_at = self._new_out() if self._new_out else (None, 0)
-        lse, lse_at = self._new_lse() if self._new_lse else (None, 0)
         stream = self._stream()
         mapped = [addresses[place] for place in self._mapped]
         given = [addresses[place] for place in self._given]
-        if out is not None:
+        if self._new:
+            (out, *lse), (out_at, *lse_at) = self._new()
             mapped.append(out_at)
-            given.append(lse_at)
+            given.append(lse_at[0] if lse else 0)
         with self._lock:
             made, at = self._launch_list(addresses, stream)
-            self._attend(
+            self._attend.run(
                 stream, *self._maps.first_words(mapped), at + self._parts_begin, at + self._begins[1], at,
                 at + SEMAPHORE_OFFSET, *given,
             )  # fmt: skip
         del made  # stream-ordered: what reuses the memory comes after these launches
-        outs = [] if out is None else self._split_out(out)
-        return outs, [] if lse is None else self._split_lse(lse)
+        if not self._new:
+            return [], []
+        return self._split_out(out), self._split_lse(lse[0]) if lse else []
 
     def _launch_list(self, addresses: Sequence[int], stream: int) -> tuple[Any, int]:
         """Make a list on a stream, in new memory that begins with it and ends with the workspace of parts."""
-        made = self._new_list()
+        (made,), (at,) = self._new_list()
         lengths = [addresses[place] for place in self._lengths]
-        self._make_list(stream, *lengths, *[made[1] + begin for begin in self._begins])
-        return made
+        self._make_list.run(stream, *lengths, *[at + begin for begin in self._begins])
+        return made, at

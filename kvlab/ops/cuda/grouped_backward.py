@@ -198,12 +198,9 @@ class ListedCall:
         self._offsets = accum_nbytes, accum_nbytes + 4 * num_rows, 0, accum_nbytes + 8 * num_rows
         of_keys = "float32" if wide else first.dtype
         workspace = (num_rows * (plan.head_dim + 2) + semaphores,)
-        self._new = [
-            allocator(shape, dtype, kind)
-            for shape, dtype in (
-                (total, first.dtype), (k.shape, of_keys), (v.shape, of_keys), (workspace, "float32"),
-            )
-        ]  # fmt: skip
+        new = (total, first.dtype), (k.shape, of_keys), (v.shape, of_keys), (workspace, "float32")
+        self._new = allocator(kind, *new)
+        self._new_of_keys, self._new_workspace = allocator(kind, *new[1:3]), allocator(kind, new[3])
         self._stream, self._lock = stream_of(kind), Lock()
 
         groups = np.zeros(most, _GROUP.dtype)
@@ -286,15 +283,15 @@ class ListedCall:
 
     def __call__(self, addresses: Sequence[int], results: Sequence[int]) -> tuple[list[Any], Any, Any]:
         """Launch on the current stream of the arrays' library, given the addresses of both."""
-        (dq, dq_at), (dk, dk_at), (dv, dv_at), (_workspace, start) = (make() for make in self._new)
+        (dq, dk, dv, _workspace), (dq_at, dk_at, dv_at, start) = self._new()
         self._launch(self._launch_all, addresses, results, (dq_at, dk_at, dv_at), start)
         # The workspace goes; what takes its memory comes after these launches on the stream.
         return self._split_dq(dq), dk, dv
 
     def new_workspace(self) -> tuple[Any, int]:
         """Return memory for a workspace, and its address."""
-        workspace: tuple[Any, int] = self._new[3]()
-        return workspace
+        (workspace,), (at,) = self._new_workspace()
+        return workspace, at
 
     def around(
         self, which: int, addresses: Sequence[int], results: Sequence[int], dq: int, workspace: int
@@ -304,7 +301,7 @@ class ListedCall:
 
     def add(self, addresses: Sequence[int], results: Sequence[int], workspace: int) -> tuple[Any, Any]:
         """Add to dq in the workspace; return dk and dv."""
-        (dk, dk_at), (dv, dv_at) = (make() for make in self._new[1:3])
+        (dk, dv), (dk_at, dv_at) = self._new_of_keys()
         self._launch(self._launch_one[1], addresses, results, (0, dk_at, dv_at), workspace)
         return dk, dv
 
@@ -325,7 +322,7 @@ class ListedCall:
             if launch in (self._launch_all, self._launch_one[1]):
                 bounds = addresses[-1], 0, *cu_q, *self._padding, *prefixes, *self._padding
                 _kept, at, semaphore, _ = self._lists.get(bounds, stream)
-            launch(
+            launch.run(
                 stream, *self._maps.first_words(mapped), *gradients, *[workspace + x for x in self._offsets],
                 cu_q[0], addresses[-1], at, semaphore, *[results[place] for place in self._of_groups], *cu_q,
             )  # fmt: skip

@@ -197,7 +197,7 @@ class ListBuilder:
         `bounds` are the addresses of cu_seqlens, none where lengths are not variable. Where there are groups,
         they are that of the keys, 0, and for `MAX_GROUPS` groups those of the rows, then of the prefixes.
         """
-        self._launch(stream, address, *bounds)
+        self._launch.run(stream, address, *bounds)
 
 
 class Builder(Protocol):
@@ -228,7 +228,7 @@ class TileLists:
 
     def __init__(self, builder: Builder, variable: bool, kind: Kind) -> None:
         self._builder, self._variable = builder, variable
-        self._new = allocator((builder.nbytes,), "uint8", kind)
+        self._new = allocator(kind, ((builder.nbytes,), "uint8"))
         self._device = device_of_kind(kind, "q").index
         self._kept: dict[tuple[int, int], tuple[Any, int, int, bool]] = {}
         self._shared: _SharedList | None = None
@@ -252,7 +252,7 @@ class TileLists:
         elif (kept := self._kept.get(key)) is not None:
             return kept
         to_keep = None if capturing or self._variable else self._memory_to_keep(stream)
-        made = self._new() if to_keep is None else to_keep
+        made = next(zip(*self._new(), strict=True)) if to_keep is None else to_keep
         self._builder.build(made[1], bounds, stream)
         if to_keep is not None:
             if len(self._kept) >= _MAX_STREAMS:
