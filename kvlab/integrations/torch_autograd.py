@@ -12,7 +12,6 @@ The log-sum-exp is for merging parts and has no gradient here; a second derivati
 """
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -33,7 +32,6 @@ Numbers = tuple[Longest, Options, bool]
 """The longest lengths of a call of variable length, options, and whether gradients are deterministic."""
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 def attention(
@@ -80,8 +78,8 @@ def attention(
     tensor([1., 1.])
     """
     options = checked_options(causal, scale, window, softcap)
-    flags = flag(deterministic, "deterministic"), flag(return_lse, "return_lse")
-    return _run(with_contiguous_rows(q, k, v), None, options, *flags)
+    numbers = None, options, flag(deterministic, "deterministic")
+    return _run((q, k, v), numbers, flag(return_lse, "return_lse"))
 
 
 def attention_varlen(
@@ -132,9 +130,8 @@ def attention_varlen(
             [1., 1.]])
     """
     options, longest = checked_options(causal, scale, window, softcap), longest_of(max_seqlen_q, max_seqlen_k)
-    tensors = *with_contiguous_rows(q, k, v), cu_seqlens_q, cu_seqlens_k
-    flags = flag(deterministic, "deterministic"), flag(return_lse, "return_lse")
-    return _run(tensors, longest, options, *flags)
+    numbers = longest, options, flag(deterministic, "deterministic")
+    return _run((q, k, v, cu_seqlens_q, cu_seqlens_k), numbers, flag(return_lse, "return_lse"))
 
 
 def with_contiguous_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -157,21 +154,22 @@ def recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return apply
 
 
-def _run(
-    tensors: tuple[Any, ...], longest: Longest, options: Options, deterministic: bool, return_lse: bool
-) -> torch.Tensor | Two:
+def _run(tensors: tuple[Any, ...], numbers: Numbers, return_lse: bool) -> torch.Tensor | Two:
     """Compute in the cheapest way that torch can still differentiate and compile; numbers are checked."""
-    if _is_looked_at(tensors):
-        operator = _attention if longest is None else _varlen
-        out, lse = operator(*tensors, *(longest or ()), *options, deterministic)
-        return (out, lse) if return_lse else out
-    if torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, tensors)):
-        recorded: torch.Tensor | Two = recorder(_Recorded)(
-            longest, options, deterministic, return_lse, *tensors
-        )
-        return recorded
-    found: torch.Tensor | Two = attend(tensors, longest, options, return_lse)
-    return found
+    q, k, v, *bounds = tensors
+    is_looked_at = _is_looked_at(tensors)
+    if is_looked_at or not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        tensors = *with_contiguous_rows(q, k, v), *bounds
+    if not is_looked_at:
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            recorded: torch.Tensor | Two = recorder(_Recorded)(numbers, return_lse, *tensors)
+            return recorded
+        found: torch.Tensor | Two = attend(tensors, numbers[0], numbers[1], return_lse)
+        return found
+    longest, options, deterministic = numbers
+    operator = _attention if longest is None else _varlen
+    out, lse = operator(*tensors, *(longest or ()), *options, deterministic)
+    return (out, lse) if return_lse else out
 
 
 def _is_looked_at(tensors: tuple[Any, ...]) -> bool:
@@ -190,7 +188,8 @@ def _gradients(ctx: Any, dout: torch.Tensor | None) -> tuple[Any, ...]:
     if dout is None:
         return None, None, None, *behind
     longest, options, deterministic = ctx.numbers
-    (dout,) = with_contiguous_rows(dout)
+    if dout.stride(-1) != 1:
+        dout = dout.contiguous()
     tensors = q, k, v, dout, *others
     if _is_looked_at(tensors):
         operator = _attention_backward if longest is None else _varlen_backward
@@ -205,16 +204,9 @@ class _Recorded(torch.autograd.Function):
     """Attention as a node of autograd: its numbers, whether the log-sum-exp is wanted, and its tensors."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        longest: Longest,
-        options: Options,
-        deterministic: bool,
-        return_lse: bool,
-        *tensors: torch.Tensor,
-    ) -> torch.Tensor | Two:
-        out, lse = attend(tensors, longest, options, True)
-        ctx.numbers = longest, options, deterministic
+    def forward(ctx: Any, numbers: Numbers, return_lse: bool, *tensors: torch.Tensor) -> torch.Tensor | Two:
+        out, lse = attend(tensors, numbers[0], numbers[1], True)
+        ctx.numbers = numbers
         ctx.save_for_backward(*tensors[:3], out, lse, *tensors[3:])
         if not return_lse:
             return out  # type: ignore[no-any-return]
@@ -225,7 +217,7 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
         gradients = _gradients_once if torch.is_grad_enabled() else _gradients
-        return None, None, None, None, *gradients(ctx, dout)
+        return None, None, *gradients(ctx, dout)
 
 
 # ---- operators

@@ -124,18 +124,19 @@ def allocator(kind: Kind, *results: tuple[Sequence[int], str]) -> Callable[[], t
         return make_in_cupy
     torch, device = sys.modules["torch"], kind[3]
     strides = [tuple([math.prod(shape[axis + 1 :]) for axis in range(len(shape))]) for shape in shapes]
-    wanted = list(zip(shapes, strides, [getattr(torch, dtype) for _, dtype in results], strict=True))
+    wanted = shapes, strides, [getattr(torch, dtype) for _, dtype in results]
     # What torch's own compiler calls, for the current device, in half the time of torch.empty_strided. That
     # takes half the time of torch.empty, whose sizes may be symbols.
     new_here = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}")
     current_device = torch._C._cuda_getDevice if device.type == "cuda" else lambda: None
+    index, address_of = device.index, torch.Tensor.data_ptr
+
+    def new(shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> Any:
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
     def make_in_torch() -> tuple[list[Any], list[int]]:
-        if current_device() == device.index:
-            made = [new_here(*each) for each in wanted]
-        else:
-            made = [torch.empty_strided(*each[:2], dtype=each[2], device=device) for each in wanted]
-        return made, [x.data_ptr() for x in made]
+        made = list(map(new_here if current_device() == index else new, *wanted))
+        return made, list(map(address_of, made))
 
     return make_in_torch
 

@@ -147,10 +147,10 @@ class HopperAttention:
             Addresses of the results; that of lse is 0 where it is not wanted.
         stream : int
         """
-        q, k, v, *bounds = addresses
+        mapped: Sequence[int] = (*addresses[:3], out)
         with self._lock:
             if not self._maps.follow:
-                q, k, v, out = self._maps.first_words((q, k, v, out))
-            _kept, at, semaphore, is_new = self._lists.get(bounds, stream)
+                mapped = self._maps.first_words(mapped)
+            _kept, at, semaphore, is_new = self._lists.get(addresses[3:], stream)
             launches = self._behind_list if is_new else self._launches
-            launches.run(stream, q, k, v, out, lse, at, semaphore)
+            launches.run(stream, *mapped, lse, at, semaphore)
