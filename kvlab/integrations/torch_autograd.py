@@ -188,8 +188,8 @@ def _gradients(ctx: Any, dout: torch.Tensor | None) -> tuple[Any, ...]:
     if dout is None:
         return None, None, None, *behind
     longest, options, deterministic = ctx.numbers
-    if dout.stride(-1) != 1:
-        dout = dout.contiguous()
+    if dout.stride(-1) != 1 or dout.is_neg():
+        dout = dout.resolve_neg().contiguous()
     tensors = q, k, v, dout, *others
     if _is_looked_at(tensors):
         operator = _attention_backward if longest is None else _varlen_backward
