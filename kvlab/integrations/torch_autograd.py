@@ -11,7 +11,7 @@ float64, for `torch.autograd.gradcheck`, runs on the CPU by the reference.
 The log-sum-exp is for merging parts and has no gradient here; a second derivative is not offered either.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from kvlab.ops.attention import attend
 from kvlab.ops.attention_backward import differentiate
 from kvlab.ops.attention_call import Options, checked_options, longest_of
 
-__all__ = ["attention", "attention_varlen", "recorder", "with_contiguous_rows"]
+__all__ = ["attention", "attention_varlen", "with_contiguous_rows"]
 
 Two = tuple[torch.Tensor, torch.Tensor]
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -146,14 +146,6 @@ def with_contiguous_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tensors
 
 
-def recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Return ``function.apply`` without what only torch.func needs, if that is not in use: it takes 2 us."""
-    if torch._C._are_functorch_transforms_active():
-        return function.apply
-    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
-    return apply
-
-
 def _run(tensors: tuple[Any, ...], numbers: Numbers, return_lse: bool) -> torch.Tensor | Two:
     """Compute in the cheapest way that torch can still differentiate and compile; numbers are checked."""
     q, k, v, *bounds = tensors
@@ -162,7 +154,8 @@ def _run(tensors: tuple[Any, ...], numbers: Numbers, return_lse: bool) -> torch.
         tensors = *with_contiguous_rows(q, k, v), *bounds
     if not is_looked_at:
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            recorded: torch.Tensor | Two = recorder(_Recorded)(numbers, return_lse, *tensors)
+            record = _Recorded.apply if torch._C._are_functorch_transforms_active() else _record
+            recorded: torch.Tensor | Two = record(numbers, return_lse, *tensors)
             return recorded
         found: torch.Tensor | Two = attend(tensors, numbers[0], numbers[1], return_lse)
         return found
@@ -218,6 +211,10 @@ class _Recorded(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
         gradients = _gradients_once if torch.is_grad_enabled() else _gradients
         return None, None, *gradients(ctx, dout)
+
+
+_record: Any = super(torch.autograd.Function, _Recorded).apply
+"""`_Recorded.apply` but for what only torch.func needs, which takes 2 us."""
 
 
 # ---- operators

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 import kvlab
 from kvlab.arguments import flag
-from kvlab.integrations.torch_autograd import recorder, with_contiguous_rows
+from kvlab.integrations.torch_autograd import with_contiguous_rows
 
 __all__ = ["grouped_attention_varlen"]
 
@@ -73,7 +73,8 @@ max_seqlen_k
         "causal": causal, "scale": scale, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k,
     }  # fmt: skip
     options = shared, flag(deterministic, "deterministic"), implementation
-    found = recorder(_Recorded)(options, *with_contiguous_rows(k, v, *q_groups))
+    record = _Recorded.apply if torch._C._are_functorch_transforms_active() else _record
+    found = record(options, *with_contiguous_rows(k, v, *q_groups))
     outs, lses = list(found[: len(q_groups)]), list(found[len(q_groups) :])
     return (outs, lses) if flag(return_lse, "return_lse") else outs
 
@@ -114,4 +115,5 @@ def _gradients(ctx: Any, *gradients: torch.Tensor | None) -> Any:
     return None, dk, dv, *dq_groups
 
 
+_record: Any = super(torch.autograd.Function, _Recorded).apply  # as in torch_autograd
 _gradients_once = once_differentiable(_gradients)  # for a backward that is itself recorded

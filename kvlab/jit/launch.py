@@ -257,20 +257,20 @@ class PreparedLaunches:
     def __init__(self, launches: Sequence[PreparedLaunch], places: Sequence[int]) -> None:
         self.launches, self._places = launches, places
         self._table = Table([launch.row for launch in launches if launch.row], places)
+        self.write, self._run = self._table.write, self._table.run
 
-    def run(self, stream_pointer: int, *values: int) -> None:
-        """Write the values and launch; not in two threads at once."""
-        table = self._table
-        table.write(stream_pointer, *values)
-        if table.run():
-            _run_again(table, self.launches[0].kernel.device)
+    def run(self) -> None:
+        """Launch behind what `write` wrote."""
+        if self._run():
+            _run_again(self._table, self.launches[0].kernel.device)
 
-    def one_by_one(self, stream_pointer: int, *values: int) -> None:
+    def one_by_one(self) -> None:
         """Do the same with a call for each launch, which can be recorded."""
+        stream, *values = self._table.written()
         for place, value in zip(self._places, values, strict=True):
             ctypes.c_uint64.from_address(place).value = value
         for launch in self.launches:
-            launch(stream_pointer)
+            launch(stream)
 
 
 def _run_again(table: Table, device: int) -> None:

@@ -102,10 +102,16 @@ class Table:
             launch_function(), len(places), len(launches), self._places.ctypes.data,
             self._launches.ctypes.data,
         )  # fmt: skip
+        self._words = words
         self.write = partial(struct.Struct(f"{1 + len(places)}Q").pack_into, words.data, 8 * (_VALUES - 1))
         """Set the stream and the values of the next run."""
         self.run = partial(_compiled(), words.ctypes.data)
         """Write, launch, and return the driver's error, 0 if there is none."""
+
+    def written(self) -> list[int]:
+        """Return the stream and the values of the next run."""
+        found: list[int] = self._words[_VALUES - 1 :].tolist()
+        return found
 
 
 def launch_function() -> int:

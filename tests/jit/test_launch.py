@@ -195,11 +195,11 @@ def test_launches_in_turn_come_behind_the_values_of_the_call(driver: Driver, one
     both = PreparedLaunches(
         [prepared(x, early=early) for x, early in zip(arguments, (False, True), strict=True)], addresses
     )
-    run = both.one_by_one if one_by_one else both.run
     for stream, values in ((77, (1 << 40, 5)), (78, (6, 7))):
         driver.configured.clear()
         driver.arguments.clear()
-        run(stream, *values)
+        both.write(stream, *values)
+        (both.one_by_one if one_by_one else both.run)()
         assert [(row[3], row[4]) for row in driver.configured] == [(stream, False), (stream, True)]
         assert driver.arguments == [CALL.pack(out=value).tobytes() for value in values]
 
@@ -207,7 +207,9 @@ def test_launches_in_turn_come_behind_the_values_of_the_call(driver: Driver, one
 def test_a_grid_of_nothing_is_left_out(driver: Driver) -> None:
     none = PreparedLaunch(prepared().kernel, (0, 2), (128,), np.zeros(1, CALL.dtype))
     none(77)
-    PreparedLaunches([none, prepared()], []).run(78)
+    rest = PreparedLaunches([none, prepared()], [])
+    rest.write(78)
+    rest.run()
     assert [row[3] for row in driver.configured] == [78]
 
 

@@ -184,7 +184,8 @@ class _PortableAttention:
         q, k, v, *bounds = addresses
         with self._lock:
             _kept, at, _, _ = self._lists.get(bounds, stream) if self._lists else (None, 0, 0, False)
-            self._launches.run(stream, q, k, v, out, lse, at)
+            self._launches.write(stream, q, k, v, out, lse, at)
+            self._launches.run()
 
 
 @dataclass(frozen=True)

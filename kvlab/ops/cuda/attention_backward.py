@@ -248,7 +248,7 @@ class _Prepared:
         )
         words = _ADDRESS_WORDS if call.longest is not None else _ADDRESS_WORDS[:-2]
         places = [*places_of(argument, self._maps.begins), *places_of(of_call, words)]
-        self._launch = PreparedLaunches(launches, places)
+        self._launches = PreparedLaunches(launches, places)
 
     def differentiate(self, addresses: Sequence[int]) -> tuple[Any, Any, Any]:
         """Return new gradients; `addresses` as in `attend_backward`."""
@@ -259,11 +259,12 @@ class _Prepared:
             if self._lists:
                 _kept, at, semaphore, _ = self._lists.get(addresses[:5:-1], stream)  # cu_seqlens_k, _q
             mapped = addresses[: len(maps.begins)]
-            self._launch.run(
+            self._launches.write(
                 stream, *(mapped if maps.follow else maps.first_words(mapped)), dq_at, dk_at, dv_at,
                 start + lse_log2, start + dpsum, start + dq_accum, start + dq_semaphore, at, semaphore,
                 *addresses,
             )  # fmt: skip
+            self._launches.run()
         # The workspace goes; what takes its memory comes after these launches on the stream.
         return dq, dk, dv
 

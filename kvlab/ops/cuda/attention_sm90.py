@@ -153,4 +153,5 @@ class HopperAttention:
                 mapped = self._maps.first_words(mapped)
             _kept, at, semaphore, is_new = self._lists.get(addresses[3:], stream)
             launches = self._behind_list if is_new else self._launches
-            launches.run(stream, *mapped, lse, at, semaphore)
+            launches.write(stream, *mapped, lse, at, semaphore)
+            launches.run()

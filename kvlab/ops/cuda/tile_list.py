@@ -186,7 +186,7 @@ class ListBuilder:
         kernel = cuda_kernel("attention/tile_list", "make_tile_list", macros, device)
         bounds = (2 + 2 * MAX_GROUPS if groups else 2) if variable else 0
         words = call.word("list"), *range(call.word("cu_q"), call.word("cu_q") + bounds)
-        self._launch = PreparedLaunches(
+        self._launches = PreparedLaunches(
             [PreparedLaunch(kernel, (sections,), (_THREADS,), argument, early=True)],
             places_of(argument, words),
         )
@@ -197,7 +197,8 @@ class ListBuilder:
         `bounds` are the addresses of cu_seqlens, none where lengths are not variable. Where there are groups,
         they are that of the keys, 0, and for `MAX_GROUPS` groups those of the rows, then of the prefixes.
         """
-        self._launch.run(stream, address, *bounds)
+        self._launches.write(stream, address, *bounds)
+        self._launches.run()
 
 
 class Builder(Protocol):
