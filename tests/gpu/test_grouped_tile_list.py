@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from kvlab.ops import grouped as operation
-from kvlab.ops.attention_call import MAX_GROUPS
 from kvlab.ops.cuda import grouped as grouped_cuda
 from kvlab.ops.cuda.attention_sm90 import SHAPES
 from kvlab.ops.cuda.tile_list import HEAD_BYTES, ROWS, ListBuilder, Tiling, heads_of_tile
@@ -105,7 +104,7 @@ def test_lists_of_the_backward_are_those_of_the_reference(seed: int) -> None:
     memory = torch.full((builder.nbytes,), 255, device="cuda", dtype=torch.uint8)
     cu_k, *cu_q = (torch.from_numpy(np.cumsum([0, *x]).astype(np.int32)).cuda() for x in (keys, *rows))
     prefixes = [torch.from_numpy(x.astype(np.int32)).cuda() for x in lens]
-    bounds = [x.data_ptr() for x in cu_q] + [0] * (MAX_GROUPS - groups) + [x.data_ptr() for x in prefixes]
+    bounds = [x.data_ptr() for x in (*cu_q, *prefixes)]
     builder.build(memory.data_ptr(), (cu_k.data_ptr(), 0, *bounds), torch.cuda.current_stream().cuda_stream)
     stored = memory.cpu().numpy()
     count, semaphore = stored[:8].view(np.int32)

@@ -238,7 +238,6 @@ class ListedCall:
         self._of_groups = [at + g for g in present for at in (0, count, 2 * count)]  # dout, out, lse
         of_groups = [at + _GROUP.word(name) for at in group_words for name in ("dout", "out", "lse")]
         of_groups += [at + _GROUP.word("cu_q") for at in group_words]
-        self._padding = [0] * (MAX_GROUPS - len(present))
 
         pairs, of_pair = sequences * k.shape[1], -(-longest_k // block_n)
         causal, persistent = call.scores.right == 0, cluster_split == 1
@@ -320,7 +319,7 @@ class ListedCall:
         at, semaphore = 0, 0
         with self._lock:
             if launch in (self._launch_all, self._launch_one[1]):
-                bounds = addresses[-1], 0, *cu_q, *self._padding, *prefixes, *self._padding
+                bounds = addresses[-1], 0, *cu_q, *prefixes
                 _kept, at, semaphore, _ = self._lists.get(bounds, stream)
             launch.write(
                 stream, *self._maps.first_words(mapped), *gradients, *[workspace + x for x in self._offsets],

@@ -184,18 +184,18 @@ class ListBuilder:
         })  # fmt: skip
         macros = (("QUERY_GROUPS", MAX_GROUPS),) if groups else ()
         kernel = cuda_kernel("attention/tile_list", "make_tile_list", macros, device)
-        bounds = (2 + 2 * MAX_GROUPS if groups else 2) if variable else 0
-        words = call.word("list"), *range(call.word("cu_q"), call.word("cu_q") + bounds)
+        names = ("list", "cu_q", "cu_k") if variable else ("list",)
+        of_groups = [f"{name}{g}" for name in ("cu_rows", "prefix_lens") for g in range(groups or 0)]
         self._launches = PreparedLaunches(
             [PreparedLaunch(kernel, (sections,), (_THREADS,), argument, early=True)],
-            places_of(argument, words),
+            places_of(argument, map(call.word, (*names, *of_groups))),
         )
 
     def build(self, address: int, bounds: Sequence[int], stream: int) -> None:
         """Make a list at this address, on this stream; not by two threads at once.
 
         `bounds` are the addresses of cu_seqlens, none where lengths are not variable. Where there are groups,
-        they are that of the keys, 0, and for `MAX_GROUPS` groups those of the rows, then of the prefixes.
+        they are that of the keys, 0, and for each group that of the rows, then for each that of the prefixes.
         """
         self._launches.write(stream, address, *bounds)
         self._launches.run()
