@@ -27,7 +27,17 @@ from kvlab.ops.attention_call import (
     checked_options,
     longest_of,
 )
-from kvlab.registry import ON_CUDA, ON_NUMBA, AtLeast, Implementation, choose, register, requirements_of, rows
+from kvlab.registry import (
+    ON_CUDA,
+    ON_NUMBA,
+    AtLeast,
+    Implementation,
+    choose,
+    note_backend,
+    register,
+    requirements_of,
+    rows,
+)
 from kvlab.shapes import match_shapes
 
 __all__ = ["attend", "attention", "attention_varlen", "merge_attention", "merge_into"]
@@ -297,10 +307,15 @@ def attend(
     """`attention` of q, k and v, or with `longest` `attention_varlen`; numbers and flags are checked."""
     signature = _FIXED if longest is None else _VARLEN
     call, addresses = call_of(signature, arrays, backend, options, longest, sm_margin)
-    with call.memory:
-        if call.row.backend == "cuda":
-            out, lse = call.row.launch(call, addresses, return_lse)
-        else:
+    if call.row.backend == "cuda":
+        try:  # takes no time, as `with` and `launch` do
+            out, lse = call.row.function(call, addresses, return_lse)
+        except Exception as error:
+            call.memory.explain(error)
+            raise
+        note_backend("cuda")
+    else:
+        with call.memory:
             out, lse = call.row.launch(*arrays[:3], call.sequences(arrays), call.scores)
     return (out, lse) if return_lse else out
 

@@ -34,7 +34,7 @@ from kvlab.ops.attention_call import (
     checked_options,
     longest_of,
 )
-from kvlab.registry import Implementation, register
+from kvlab.registry import Implementation, note_backend, register
 
 __all__ = ["attention_backward", "attention_varlen_backward", "differentiate"]
 
@@ -212,9 +212,15 @@ def differentiate(
             f"float32_dk_dv=True: backend {call.row.backend!r} gives dk and dv in the dtype of {call.dtype} "
             "inputs; use backend 'cuda', or pass float32"
         )
-    with call.memory:  # on a GPU the workspace too is allocated before any launch
-        if call.row.backend == "cuda":
-            return call.row.launch(call, addresses)
+    if call.row.backend == "cuda":
+        try:  # the workspace too is allocated before any launch
+            found = call.row.function(call, addresses)
+        except Exception as error:
+            call.memory.explain(error)
+            raise
+        note_backend("cuda")
+        return found
+    with call.memory:
         q, k, v, dout, out, lse = arrays[:6]
         sequences = call.sequences(arrays)
         return call.row.launch(dout, q, k, v, out, lse, sequences, call.scores, bool(extra & 1))
