@@ -97,8 +97,8 @@ def attention_backward(
         Give dk and dv as they are summed, in float32, so that parts of them from several devices can be
         added. ``"cuda"`` alone does so for 16-bit inputs.
     sm_margin : int
-        Multiprocessors left to other kernels, as in `attention`; above 128 channels there are no persistent
-        blocks that could leave any.
+        Multiprocessors left to other kernels, as in `attention`. Above 128 channels blocks work in pairs, so
+        an odd number leaves one more, and take a sixth longer where any are left.
     backend : str, optional
         As in `attention`; sums are float32, over the query heads of a group too, ``"reference"`` float64.
 

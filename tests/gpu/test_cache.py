@@ -245,6 +245,15 @@ def test_graphs_of_waiting_and_of_other_steps() -> None:
     assert torch.equal(*results)
 
 
+def test_ladders_of_different_lengths() -> None:
+    """The grid of a plan is that of the longest ladder."""
+    cache, rng, total = make(bits="0:2+3+4+8,1:8", budget=0.5, plan_length=300), np.random.default_rng(8), 0
+    for steps in (7, 150, 1, 1, 140):
+        step(cache, rng, steps)
+        total += steps
+    check_state(cache, [list(range(total))] * 2)
+
+
 def test_padding() -> None:
     cache = make(bits=(2, 4, 8))
     rng = np.random.default_rng(2)

@@ -330,6 +330,7 @@ extern "C" __global__ void __launch_bounds__(MOVE_THREADS, 3)
     begin_early();
     const Plan p(call, blockIdx.y);
     const int g = blockIdx.x % p.groups, r = blockIdx.x / p.groups, rungs = p.s.num_rungs;
+    if (r > rungs) return;  // the grid is that of the layer with most rungs
     const int bh = g / call.segments, segment = g % call.segments;
     Move* const moves = call.moves[0] + (u64)p.layer * call.most_new_pages * PAGE;
     if (r == rungs) {

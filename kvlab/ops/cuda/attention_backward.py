@@ -136,7 +136,8 @@ HOPPER_SHAPES = {
 }
 LONG_STEPS = {128: HopperShape("attention/backward_sm90", 80, 128, 2, 2, 40 * 1024, 1)}
 """By head dimension, of calls that `has_long_steps` names."""
-_LONG, _SHORT = 8192, 1024  # rows; keys
+_LONG, _SHORT, _MEDIUM = 8192, 1024, 2048  # rows; keys
+_MANY_HEADS = 128  # of all sequences
 HOPPER_THREADS = 384
 
 # The kernel for float32: by head dimension, keys and rows of a tile.
@@ -162,7 +163,7 @@ class Plan:
     threads: int
     shared_bytes: int
     box: int  # rows that a tensor copy of q and dout brings; 0 if the kernel does not use them
-    persistent: bool = False  # whether a block takes one tile after the other
+    persistent: bool = False  # whether a block, or cluster, takes one tile after the other
     aligned_rows: int = ALIGNED_ROWS
 
 
@@ -189,16 +190,18 @@ class _Prepared:
         hopper = hopper and aligned and all(map(can_be_mapped, (q, k, v, dout)))
         fields = fields_of(q, k, lengths, call.scores) | _strides_of_lse(lse)
         tiles = tiles_of(dim, q.dtype, hopper, q.device)
-        largest = CLUSTER if hopper and not sm_margin else 1  # blocks of clusters do not persist
+        largest = CLUSTER if hopper and not sm_margin else 1  # blocks that share keys do not persist
         cluster_split = _cluster_split(tiles, q, k, lengths, fields, largest)
         capped = is_capped(call.scores)
+        if hopper and cluster_split == 1 and call.longest is None:
+            deterministic = deterministic or is_faster_in_order(dim, heads, lengths, fields)
         long_steps = hopper and cluster_split == 1
         long_steps = long_steps and has_long_steps(dim, capped, deterministic, lengths, fields)
         # Short calls gain by it; in long ones a block would look for each part whether it is the first.
         first_stores = hopper and (deterministic or (lengths[2] <= _SHORT and not long_steps))
         plan = plan_of(
             dim, q.dtype, capped, aligned, hopper, cluster_split, deterministic, q.device, 1, long_steps,
-            first_stores,
+            first_stores, sm_margin > 0,
         )  # fmt: skip
         tiles = (plan.box, *tiles[1:]) if long_steps else tiles
         aligned_rows = -(-longest_q // plan.aligned_rows) * plan.aligned_rows
@@ -232,14 +235,15 @@ class _Prepared:
         blocks, self._lists = 0, None
         if number:
             persistent = plan.persistent and cluster_split == 1
-            sections = (
-                _num_sections(call, tiles, fields, plan.head_dim) if hopper and cluster_split == 1 else 1
-            )
-            builder = _list_builder(call, tiles, fields, sections)
+            sections = 1
+            if hopper and cluster_split == 1:
+                sections = _num_sections(call, tiles, fields, plan.head_dim, deterministic)
+            builder = _list_builder(call, tiles, fields, sections, deterministic)
             blocks = builder.capacity * cluster_split * tiles[2]
             self._lists = TileLists(builder, call.longest is not None, kind)
             if persistent:
-                blocks = min(blocks, max(1, multiprocessors(q.device) - sm_margin))
+                at_once = max(1, (multiprocessors(q.device) - sm_margin) // tiles[2])
+                blocks = min(blocks, at_once * tiles[2])
         around = (aligned_rows // PREPOST_ROWS, heads, number), (PREPOST_THREADS,), of_call
         launches = (
             PreparedLaunch(plan.preprocess, *around),
@@ -273,25 +277,27 @@ _prepare = lru_cache(maxsize=4096)(_Prepared)
 
 
 def _list_builder(
-    call: Call, tiles: tuple[int, int, int], fields: dict[str, Any], sections: int
+    call: Call, tiles: tuple[int, int, int], fields: dict[str, Any], sections: int, in_order: bool
 ) -> ListBuilder:
     """Return what makes the list of tiles: the forward's with rows and keys exchanged."""
     k, (number, longest_q, longest_k) = call.views[1], lengths_of(call)
     block_m, block_n, _ = tiles
     return ListBuilder(
         Tiling(1, block_n, block_m), (number, longest_k, longest_q), k.shape[0], k.shape[-2], 1,
-        (fields["right"], fields["left"]), 0, call.longest is not None, k.device, bool(call.extra & 1),
+        (fields["right"], fields["left"]), 0, call.longest is not None, k.device, in_order,
         sections,
     )  # fmt: skip
 
 
-def _num_sections(call: Call, tiles: tuple[int, int, int], fields: dict[str, Any], head_dim: int) -> int:
+def _num_sections(
+    call: Call, tiles: tuple[int, int, int], fields: dict[str, Any], head_dim: int, in_order: bool
+) -> int:
     """Return how many sections the list has where no blocks share keys."""
     k, (number, _, longest_k) = call.views[1], lengths_of(call)
     _, block_n, blocks = tiles
     return num_sections(
         number * k.shape[-2], -(-longest_k // block_n), fields["group"], head_dim,
-        multiprocessors(k.device) // blocks, fields["right"] < longest_k, bool(call.extra & 1),
+        multiprocessors(k.device) // blocks, fields["right"] < longest_k, in_order,
     )  # fmt: skip
 
 
@@ -320,6 +326,17 @@ def tiles_of(dim: int, dtype: str, hopper: bool, device: int) -> tuple[int, int,
         return block, block, 1
     shape = shape_for(_stored_dim(dim, SHAPES), compute_capability(device))
     return shape.block_m, shape.block_n, 1
+
+
+def is_faster_in_order(dim: int, heads: int, lengths: Lengths, call: dict[str, Any]) -> bool:
+    """Whether a call of fixed length on Hopper, whose blocks share no keys, is made as a deterministic one.
+
+    The dq of many heads of medium length is larger than L2; in order it need not be zeros first, and blocks
+    that add to the same rows follow each other. Measured on an H100.
+    """
+    number, _, keys = lengths
+    causal = call["right"] < keys
+    return causal and dim <= 128 and number * heads >= _MANY_HEADS and _SHORT < keys <= _MEDIUM
 
 
 def has_long_steps(
@@ -359,10 +376,13 @@ def plan_of(
     groups: int = 1,
     long_steps: bool = False,
     first_stores: bool = False,
+    leaves_some: bool = False,
 ) -> Plan:
-    """Choose the kernels; `hopper`: those for Hopper, whose tensor copies can bring q, k, v and dout; only
-    these have more than one group of queries, `groups` at most, long steps, and blocks the first of which
-    stores its part of dq."""
+    """Choose the kernels; `hopper`: those for Hopper, whose tensor copies can bring q, k, v and dout.
+
+    Only these have more than one group of queries, `groups` at most, long steps, blocks the first of which
+    stores its part of dq, and blocks that persist, above 128 channels where some multiprocessors are left.
+    """
     capability = compute_capability(device)
     arch = arch_of(*capability)
     if dtype == "float32":
@@ -379,10 +399,12 @@ def plan_of(
     macros["SOFTCAP"] = int(capped)
     if hopper:
         tiling = (LONG_STEPS if long_steps else HOPPER_SHAPES)[head_dim]
-        persistent = tiling.cluster == 1
         macros["CLUSTER_SPLIT"] = cluster_split
         if deterministic:
             macros["DETERMINISTIC"] = 1
+        persistent = tiling.cluster == 1 or leaves_some
+        if persistent and tiling.cluster > 1:
+            macros["PERSISTENT"] = 1
         main = load(build(tiling.source, macros, "sm_90a"), device=device)
         sizes = tiling.block_n, HOPPER_THREADS, tiling.shared_bytes(head_dim), tiling.block_m
         aligned_rows = 2 * tiling.block_m if long_steps else ALIGNED_ROWS

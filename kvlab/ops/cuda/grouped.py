@@ -2,8 +2,9 @@
 
 Lengths are read on the device, where a first kernel makes the list (kernels/cuda/attention/grouped_list.cu);
 nothing waits. Results of all groups are parts of one array each, so the kernel stores by one tensor map.
-Where a list has so few tiles that blocks would idle, long tiles are split over keys; then a workspace holds
-the parts. What the kernel for Hopper does not take is computed separately (see kvlab/ops/grouped.py).
+Where a list has so few tiles that blocks would idle, long tiles are split over keys, and a few where K and V
+are larger than L2; then a workspace holds the parts. What the kernel for Hopper does not take is computed
+separately (see kvlab/ops/grouped.py).
 """
 
 from __future__ import annotations
@@ -35,7 +36,14 @@ from kvlab.ops.attention_arguments import (
 from kvlab.ops.attention_call import MAX_GROUPS
 from kvlab.ops.cuda.attention_sm90 import SHAPES, shared_bytes
 from kvlab.ops.cuda.grouped_separate import attend_with, check_lengths
-from kvlab.ops.cuda.tile_list import HEAD_BYTES, ROWS, SEMAPHORE_OFFSET, heads_of_tile, num_sections
+from kvlab.ops.cuda.tile_list import (
+    HEAD_BYTES,
+    ROWS,
+    SECTION_BYTES,
+    SEMAPHORE_OFFSET,
+    heads_of_tile,
+    num_sections,
+)
 from kvlab.ops.device_arrays import multiprocessors
 
 if TYPE_CHECKING:
@@ -46,6 +54,9 @@ __all__ = ["ENTRY_BYTES", "ListedCall", "attend", "attend_separately"]
 ENTRY_BYTES = 64
 SPLIT_DIM = 128
 """Largest head dimension whose tiles are split over keys."""
+LAST_TILES, LAST_PARTS = 8, 3
+"""Tiles at the end of a section that are split where K and V of a pair do not fit into L2, and their parts,
+at most (LAST_PARTS in kernels/cuda/attention/grouped_list.cu)."""
 
 _LIST_THREADS = 1024
 _EACH = range(MAX_GROUPS)
@@ -57,7 +68,7 @@ _LIST_CALL = Struct(
     **dict.fromkeys(
         (
             "capacity", "sequences", "groups", "heads_kv", "group", "pack", "positions", "entries", "block_n",
-            "longest", "causal", "paired", "blocks", "most_parts",
+            "longest", "causal", "paired", "blocks", "last",
         ),
         "i",
     ),
@@ -156,6 +167,8 @@ class ListedCall:
         Blocks that parts of tiles are made for; 0 where tiles are never split.
     sections : int
         Of a list.
+    last_tiles : int
+        At the end of a section that are split over keys, at most.
     """
 
     def __init__(self, call: GroupedCall, present: list[int], merges: bool = False) -> None:
@@ -183,11 +196,15 @@ class ListedCall:
         tiles, fewest = of_head * units, -(-sum(rows) // tile) * units
         may_split = head_dim <= SPLIT_DIM and tiles <= 2 * blocks and 2 * fewest < 3 * blocks
         self.split_blocks = blocks if may_split else 0
-        most_parts = 2 * self.split_blocks
+        pairs, bytes_of_keys = sequences * heads_kv, 4 * k.shape[0] * heads_kv * dim
+        self.sections = 1 if self.split_blocks else num_sections(pairs, bytes_of_keys, tiles, blocks)
+        is_large = bytes_of_keys > SECTION_BYTES * pairs and head_dim <= SPLIT_DIM
+        self.last_tiles = LAST_TILES if is_large and not self.split_blocks else 0
+        most_parts = 2 * self.split_blocks + self.sections * self.last_tiles * LAST_PARTS
         self.capacity = tiles + most_parts
         sizes = (
             HEAD_BYTES + entries * ENTRY_BYTES * self.capacity, 4 * entries * most_parts, 4 * sequences,
-            4 * entries * of_head, 24 * tiles,
+            4 * entries * of_head, 32 * tiles,
         )  # fmt: skip
         begins = np.cumsum([0, *(-(-size // 16) * 16 for size in sizes)]).tolist()
         *self._begins, self._parts_begin = begins  # of the list, arrivals, bases, order, tile_parts, parts
@@ -207,15 +224,12 @@ class ListedCall:
         of_list += range(_LIST_WORD, _LIST_WORD + len(self._begins))
         self._lengths = [count + 2 + g for g in present] + [2 * count + 2 + g for g in present]
         self._lengths.append(3 * count + 2)
-        pairs = sequences * heads_kv
-        bytes_of_keys = 4 * k.shape[0] * heads_kv * dim
-        self.sections = 1 if self.split_blocks else num_sections(pairs, bytes_of_keys, tiles, blocks)
         list_argument = _LIST_CALL.array({
             "capacity": self.capacity, "sequences": sequences, "groups": len(present), "heads_kv": heads_kv,
             "group": group, "pack": pack, "positions": positions, "entries": entries, "block_n": block_n,
             "longest": -(-call.longest[1] // block_n), "causal": int(call.scores.right == 0),
             "paired": int(call.implementation != "listed"), "blocks": self.split_blocks,
-            "most_parts": most_parts,
+            "last": self.last_tiles,
         })  # fmt: skip
         make_list = cuda_kernel("attention/grouped_list", "make_grouped_list", (), device)
         self._make_list = PreparedLaunches(

@@ -41,7 +41,7 @@ ROWS = 64
 
 _THREADS = 1024
 
-_SECTION_BYTES = 24 << 20  # of K and V, which half of an H100's L2 holds
+SECTION_BYTES = 24 << 20  # of K and V, which half of an H100's L2 holds
 TILES_OF_BLOCK = 4  # in a section, at least
 
 _MAX_STREAMS = 16  # for which a list is kept
@@ -109,7 +109,7 @@ def num_sections(pairs: int, bytes_of_keys: int, tiles: int, fewest: int) -> int
     >>> num_sections(8, 256 << 20, 256, 132)
     2
     """
-    fit = _SECTION_BYTES * pairs // max(bytes_of_keys, 1)
+    fit = SECTION_BYTES * pairs // max(bytes_of_keys, 1)
     fill = -(-fewest * pairs // max(tiles, 1))
     return -(-pairs // max(1, fit, fill))
 
