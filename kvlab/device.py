@@ -294,6 +294,11 @@ class enough_memory:
                 )
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if error is not None:
+            self.explain(error)
+
+    def explain(self, error: BaseException) -> None:
+        """Raise `OutOfMemory` from an error of the block if that is what it means."""
         if isinstance(error, Exception) and not isinstance(error, OutOfMemory) and _is_out_of_memory(error):
             raise OutOfMemory(f"{self._says()}: {error}") from error
 

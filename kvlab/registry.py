@@ -15,7 +15,7 @@ import pkgutil
 from collections.abc import Callable, Container, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from kvlab.arrays import Device
@@ -33,6 +33,7 @@ __all__ = [
     "choose",
     "describe",
     "last_backend",
+    "note_backend",
     "register",
     "requirements_of",
     "rows",
@@ -43,6 +44,8 @@ BACKENDS: dict[str, str] = {"reference": "cpu", "cpu": "cpu", "numba": "cuda", "
 
 _rows: dict[str, list[Implementation]] = {}
 _last_backend: ContextVar[str | None] = ContextVar("kvlab_last_backend", default=None)
+note_backend = _last_backend.set
+"""Tell `last_backend` which backend ran, after a call of what is not reached by `Implementation.launch`."""
 
 
 class AtLeast:
@@ -96,7 +99,7 @@ def requirements_of(device: Device) -> Mapping[str, Any]:
     return {"compute_capability": compute_capability(device.index)} if device.kind == "cuda" else {}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Implementation:
     """One implementation of one operation.
 
@@ -133,10 +136,15 @@ class Implementation:
                 missing.append(f"{name}={', '.join(map(str, refused))} (supported: {describe(allowed)})")
         return missing
 
-    def launch(self, *args: Any, **kwargs: Any) -> Any:
+    @cached_property
+    def function(self) -> Callable[..., Any]:
+        """The implementation itself, of which `last_backend` does not know."""
+        return _resolve(self.launcher)
+
+    def launch(self, *args: Any) -> Any:
         """Call the implementation; afterwards `last_backend` names this row's backend."""
-        result = _resolve(self.launcher)(*args, **kwargs)
-        _last_backend.set(self.backend)
+        result = self.function(*args)
+        note_backend(self.backend)
         return result
 
 

@@ -7,6 +7,7 @@ without a GPU. Kernels are built, since launches are checked against their param
 from __future__ import annotations
 
 import ctypes
+import struct
 import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 from kvlab.arrays import Device
-from kvlab.jit import launch
+from kvlab.jit import launch, native
 from kvlab.jit.cubin import read_resources
 from kvlab.jit.launch import Kernel
 from kvlab.ops import array_kinds, attention_call
@@ -33,6 +34,10 @@ from kvlab.ops.cuda import (
 )
 
 STREAM = 7
+
+
+_LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
+_CONFIG = struct.Struct("7I4xQQI4x")  # CUlaunchConfig
 
 
 class _Pinned(bytearray):
@@ -61,9 +66,7 @@ class StandInGpu:
         self.launches: list[Launch] = []
         self.is_capturing = self.is_full = self.is_behind = False
         self._kernels: list[Kernel] = []
-        driver = SimpleNamespace(
-            launchKernel=self._launch, funcSetAttribute=lambda *_: None, CUDADriverError=RuntimeError
-        )
+        driver = SimpleNamespace(funcSetAttribute=lambda *_: None, CUDADriverError=RuntimeError)
         runtime = SimpleNamespace(streamIsCapturing=lambda stream: self.is_capturing)
         cuda = SimpleNamespace(
             driver=driver, runtime=runtime, Device=nullcontext,
@@ -75,7 +78,9 @@ class StandInGpu:
         for name, module in (("cupy", cupy), ("cupy.cuda", cuda)):
             monkeypatch.setitem(sys.modules, name, module)
         monkeypatch.setattr(bindings, "cuTensorMapEncodeTiled", self._encode)
-        monkeypatch.setattr(bindings, "cuLaunchKernelEx", self._launch_early)
+        self._launch_function = _LAUNCH(self._launch)
+        address = ctypes.cast(self._launch_function, ctypes.c_void_p).value
+        monkeypatch.setattr(native, "launch_function", lambda: address)
         for name, answer in (
             ("cuMemsetD32Async", ()), ("cuEventCreate", ("event",)), ("cuEventRecord", ()),
             ("cuThreadExchangeStreamCaptureMode", ("mode",)),
@@ -124,16 +129,12 @@ class StandInGpu:
         self._kernels.append(Kernel(SimpleNamespace(ptr=len(self._kernels)), entry, 0, kernels[entry]))
         return self._kernels[-1]
 
-    def _launch(self, function: int, *rest: int) -> None:
-        *shape, stream, parameters, extra = rest
-        assert extra == 0
-        self._keep(function, tuple(shape[:3]), stream, parameters, early=False)
-
-    def _launch_early(self, config: Any, function: int, parameters: int, extra: int) -> tuple[int]:
-        assert config.numAttrs == 1
-        grid = config.gridDimX, config.gridDimY, config.gridDimZ
-        self._keep(function, grid, int(config.hStream), parameters, early=True)
-        return (0,)
+    def _launch(self, config: int, function: int, parameters: int, extra: int) -> int:
+        assert not extra
+        *grid, _, _, _, _, stream, _, attributes = _CONFIG.unpack(ctypes.string_at(config, _CONFIG.size))
+        assert attributes in (0, 1)
+        self._keep(function or 0, tuple(grid), stream, parameters, early=attributes == 1)
+        return 0
 
     def _keep(
         self, function: int, grid: tuple[int, ...], stream: int, parameters: int, *, early: bool

@@ -8,7 +8,6 @@ deterministic  the latter beside FlashAttention 4's
 short          gradients of short calls with few KV heads, from CUDA graphs, since the host launches them no
                faster than they run
 ragged         forward over 16 sequences of 32K tokens in all, of one length and of many; kvlab alone
-host           microseconds of the host for calls of 64 and 128 tokens, forward and with gradients
 
 Without --only the first three. With --before the kernels of another checkout run in the same loop, by today's
 launchers: KERNELS is its kernels/cuda. Contestants take turns, five loops each in another order every time,
@@ -23,7 +22,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import time
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from pathlib import Path
@@ -34,7 +32,6 @@ import numpy as np
 import torch
 
 import kvlab
-from kvlab.integrations import torch_autograd
 from kvlab.jit.build import build
 from kvlab.lab.benchmark.attention_peers import backward_of, peers
 from kvlab.lab.guard import gpu_state
@@ -45,7 +42,6 @@ from kvlab.ops.cuda import attention, attention_backward, attention_sm90
 Call = Callable[[], Any]
 LOOP_SECONDS, PAUSE_CYCLES = 0.8e-3, 190_000  # of a turn; of the GPU, for each call of a turn
 TOTAL, SEQUENCES = 32768, 16  # ragged
-LENGTHS = {"rows": [0, 64], "keys": [0, 128], "prefix": [100]}  # of the groups whose host time counts
 
 
 class Case(NamedTuple):
@@ -252,56 +248,6 @@ def checked(calls: dict[str, Call], limit: float) -> dict[str, Call]:
     return found
 
 
-def host_us() -> dict[str, float]:
-    """Median time on the host of calls of 128 tokens."""
-    q, k, v = (torch.randn(1, 128, h, 128, device="cuda", dtype=torch.bfloat16) for h in (32, 8, 8))
-    heads_first, flat = [x.transpose(1, 2) for x in (q, k, v)], [x[0] for x in (q, k, v)]
-    cu = torch.tensor([0, 128], device="cuda", dtype=torch.int32)
-    new = iter([[torch.randn_like(x) for x in (q, k, v)] for _ in range(600)])
-    torchs = torch.nn.functional.scaled_dot_product_attention
-    groups = [torch.randn(64, 32, 128, device="cuda", dtype=torch.bfloat16) for _ in "ab"]
-    numbers = {name: torch.tensor(x, device="cuda", dtype=torch.int32) for name, x in LENGTHS.items()}
-    leaves, of_torch = ([x.detach().requires_grad_() for x in xs] for xs in ((q, k, v), heads_first))
-    dout = torch.randn_like(q)
-
-    def grouped(implementation: str) -> Any:
-        return kvlab.grouped_attention_varlen(
-            groups, *flat[1:], cu_seqlens_q_groups=[numbers["rows"]] * 2, cu_seqlens_k=numbers["keys"],
-            prefix_lens=[numbers["prefix"]] * 2, max_seqlen_q=64, max_seqlen_k=128,
-            implementation=implementation,
-        )  # fmt: skip
-
-    def differentiated(function: Call, inputs: list[torch.Tensor], above: torch.Tensor) -> Any:
-        return torch.autograd.grad(function(*inputs), inputs, above)
-
-    calls: dict[str, Call] = {
-        "torch SDPA": lambda: torchs(*heads_first, is_causal=True, enable_gqa=True),
-        "kvlab": lambda: kvlab.attention(q, k, v, causal=True),
-        "kvlab with lse": lambda: kvlab.attention(q, k, v, causal=True, return_lse=True),
-        "kvlab variable length": lambda: kvlab.attention_varlen(*flat, cu, cu, 128, 128, causal=True),
-        "kvlab, two groups, listed": partial(grouped, "listed"),
-        "kvlab, two groups, paired": partial(grouped, "paired"),
-        "kvlab, other addresses each time": lambda: kvlab.attention(*next(new), causal=True),
-        "torch SDPA and gradients": lambda: differentiated(
-            partial(torchs, is_causal=True, enable_gqa=True), of_torch, dout.transpose(1, 2)
-        ),
-        "kvlab and gradients": lambda: differentiated(
-            partial(torch_autograd.attention, causal=True), leaves, dout
-        ),
-    }
-    found = {}
-    for name, call in calls.items():
-        times = []
-        for number in range(600):
-            if number % 50 == 0:
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - start)
-        found[name] = float(np.median(times[100:])) * 1e6
-    return found
-
-
 WHAT: dict[str, tuple[list[Case], Callable[[Case, Others], dict[str, Call]], int]] = {
     "forward": ([*LONG, *BATCHES], forward, 4),
     "backward": ([*LONG, *BATCHES], backward, 10),
@@ -332,7 +278,7 @@ def measure(case: Case, what: str, others: Others) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output", type=Path)
-    parser.add_argument("--only", choices=(*WHAT, "host"))
+    parser.add_argument("--only", choices=WHAT)
     parser.add_argument("--cases", default="", help='only those that contain this, as in "d128 causal"')
     parser.add_argument("--portable", action="store_true", help="time the kernel for other GPUs, too")
     parser.add_argument("--before", type=Path, help="kernels/cuda of another checkout, to time it, too")
@@ -344,9 +290,6 @@ def main() -> None:
         "clocks and power after each case": clocks,
     }
     document: dict[str, Any] = {"provenance": about, "results": results}
-    if options.only == "host":
-        document["host us"] = host_us()
-        print(document["host us"])
     for what in (options.only,) if options.only else ("forward", "backward", "deterministic"):
         for case in (case for case in WHAT.get(what, ((),))[0] if options.cases in case.name):
             found = measure(case, what, Others(options.portable, options.before))

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.compiler import is_compiling
 
 from kvlab.arguments import flag
 from kvlab.ops.attention import attend
@@ -77,7 +78,8 @@ def attention(
     tensor([1., 1.])
     """
     options = checked_options(causal, scale, window, softcap)
-    return _run(with_contiguous_rows(q, k, v), None, options, deterministic, return_lse)
+    numbers = None, options, flag(deterministic, "deterministic")
+    return _run((q, k, v), numbers, flag(return_lse, "return_lse"))
 
 
 def attention_varlen(
@@ -128,8 +130,8 @@ def attention_varlen(
             [1., 1.]])
     """
     options, longest = checked_options(causal, scale, window, softcap), longest_of(max_seqlen_q, max_seqlen_k)
-    tensors = *with_contiguous_rows(q, k, v), cu_seqlens_q, cu_seqlens_k
-    return _run(tensors, longest, options, deterministic, return_lse)
+    numbers = longest, options, flag(deterministic, "deterministic")
+    return _run((q, k, v, cu_seqlens_q, cu_seqlens_k), numbers, flag(return_lse, "return_lse"))
 
 
 def with_contiguous_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -139,40 +141,37 @@ def with_contiguous_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             raise TypeError(
                 f"q, k and v must be tensors of torch, got {type(x).__name__}: kvlab.attention takes others"
             )
-    return tuple(x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous() for x in tensors)
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            return tuple([x if x.stride(-1) == 1 else x.contiguous() for x in tensors])
+    return tensors
 
 
-def _run(
-    tensors: tuple[Any, ...], longest: Longest, options: Options, deterministic: bool, return_lse: bool
-) -> torch.Tensor | Two:
-    """Compute in the cheapest way that torch can still differentiate and compile."""
-    numbers = longest, options, flag(deterministic, "deterministic")
-    return_lse = flag(return_lse, "return_lse")
-    if _is_looked_at(tensors):
-        operator = _attention if longest is None else _varlen
-        out, lse = operator(*tensors, *(longest or ()), *options, deterministic)
-        return (out, lse) if return_lse else out
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        recorded: torch.Tensor | Two = _Recorded.apply(numbers, return_lse, *tensors)  # type: ignore[no-untyped-call]
-        return recorded
-    found: torch.Tensor | Two = attend(tensors, longest, options, return_lse)
-    return found
+def _run(tensors: tuple[Any, ...], numbers: Numbers, return_lse: bool) -> torch.Tensor | Two:
+    """Compute in the cheapest way that torch can still differentiate and compile; numbers are checked."""
+    q, k, v, *bounds = tensors
+    is_looked_at = _is_looked_at(tensors)
+    if is_looked_at or not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        tensors = *with_contiguous_rows(q, k, v), *bounds
+    if not is_looked_at:
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            record = _Recorded.apply if torch._C._are_functorch_transforms_active() else _record
+            recorded: torch.Tensor | Two = record(numbers, return_lse, *tensors)
+            return recorded
+        found: torch.Tensor | Two = attend(tensors, numbers[0], numbers[1], return_lse)
+        return found
+    longest, options, deterministic = numbers
+    operator = _attention if longest is None else _varlen
+    out, lse = operator(*tensors, *(longest or ()), *options, deterministic)
+    return (out, lse) if return_lse else out
 
 
 def _is_looked_at(tensors: tuple[Any, ...]) -> bool:
     """Whether a compiler, a dispatch mode or a kind of tensor wants to see operators."""
     return (
-        torch.compiler.is_compiling()
+        is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or not _PLAIN.issuperset(map(type, tensors))
     )
-
-
-def _keep(ctx: Any, tensors: Sequence[torch.Tensor], numbers: Numbers, output: Two) -> None:
-    """Keep what `_gradients` needs."""
-    ctx.numbers = numbers
-    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
-    ctx.set_materialize_grads(False)  # else each backward fills a gradient of the log-sum-exp with zeros
 
 
 def _gradients(ctx: Any, dout: torch.Tensor | None) -> tuple[Any, ...]:
@@ -182,11 +181,13 @@ def _gradients(ctx: Any, dout: torch.Tensor | None) -> tuple[Any, ...]:
     if dout is None:
         return None, None, None, *behind
     longest, options, deterministic = ctx.numbers
-    (dout,) = with_contiguous_rows(dout)
-    if _is_looked_at((dout, q, k, v, *others)):
+    if dout.stride(-1) != 1 or dout.is_neg():
+        dout = dout.resolve_neg().contiguous()
+    tensors = q, k, v, dout, *others
+    if _is_looked_at(tensors):
         operator = _attention_backward if longest is None else _varlen_backward
         return *operator(dout, q, k, v, *others, *(longest or ()), *options, deterministic), *behind
-    return *differentiate((q, k, v, dout, *others), longest, options, deterministic), *behind
+    return *differentiate(tensors, longest, options, int(deterministic)), *behind
 
 
 _gradients_once = once_differentiable(_gradients)  # for a backward that is itself recorded
@@ -197,17 +198,23 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, numbers: Numbers, return_lse: bool, *tensors: torch.Tensor) -> torch.Tensor | Two:
-        out, lse = attend(tensors, *numbers[:2], True)
-        _keep(ctx, tensors, numbers, (out, lse))
+        out, lse = attend(tensors, numbers[0], numbers[1], True)
+        ctx.numbers = numbers
+        ctx.save_for_backward(*tensors[:3], out, lse, *tensors[3:])
         if not return_lse:
             return out  # type: ignore[no-any-return]
         ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)  # else each backward fills a gradient of lse with zeros
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
         gradients = _gradients_once if torch.is_grad_enabled() else _gradients
         return None, None, *gradients(ctx, dout)
+
+
+_record: Any = super(torch.autograd.Function, _Recorded).apply
+"""`_Recorded.apply` but for what only torch.func needs, which takes 2 us."""
 
 
 # ---- operators
@@ -222,8 +229,10 @@ def _numbers_of(numbers: Sequence[Any]) -> Numbers:
 
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Two) -> None:
     tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
-    _keep(ctx, tensors, _numbers_of(inputs[len(tensors) :]), output)
+    ctx.numbers = _numbers_of(inputs[len(tensors) :])
+    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, dout: torch.Tensor | None, _dlse: Any) -> tuple[Any, ...]:
@@ -264,7 +273,7 @@ def _attend_backward(
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     options = causal, scale, left, right, softcap
-    dq, dk, dv = differentiate((q, k, v, dout, out, lse), None, options, deterministic)
+    dq, dk, dv = differentiate((q, k, v, dout, out, lse), None, options, int(deterministic))
     return dq, dk, dv
 
 
@@ -332,7 +341,7 @@ def _attend_varlen_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     options, longest = (causal, scale, left, right, softcap), (max_seqlen_q, max_seqlen_k)
     tensors = q, k, v, dout, out, lse, cu_seqlens_q, cu_seqlens_k
-    dq, dk, dv = differentiate(tensors, longest, options, deterministic)
+    dq, dk, dv = differentiate(tensors, longest, options, int(deterministic))
     return dq, dk, dv
 
 

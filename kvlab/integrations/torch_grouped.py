@@ -73,7 +73,8 @@ max_seqlen_k
         "causal": causal, "scale": scale, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k,
     }  # fmt: skip
     options = shared, flag(deterministic, "deterministic"), implementation
-    found = _Recorded.apply(options, *with_contiguous_rows(k, v, *q_groups))  # type: ignore[no-untyped-call]
+    record = _Recorded.apply if torch._C._are_functorch_transforms_active() else _record
+    found = record(options, *with_contiguous_rows(k, v, *q_groups))
     outs, lses = list(found[: len(q_groups)]), list(found[len(q_groups) :])
     return (outs, lses) if flag(return_lse, "return_lse") else outs
 
@@ -88,21 +89,31 @@ class _Recorded(torch.autograd.Function):
             q_groups, k, v, return_lse=True, implementation=implementation, **shared
         )
         # Views of one array may not leave a function of autograd, as they could be written in place.
-        outs, lses = ([x.detach() for x in part] for part in found)
+        outs, lses = ([x.detach() if x._is_view() else x for x in part] for part in found)
         ctx.options = options
         ctx.save_for_backward(k, v, *q_groups, *outs, *lses)
         ctx.mark_non_differentiable(*lses)
+        ctx.set_materialize_grads(False)  # else each backward fills gradients of log-sum-exps with zeros
         return *outs, *lses
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        shared, deterministic, _ = ctx.options
-        k, v, *rest = ctx.saved_tensors
-        count = len(rest) // 3
-        q_groups, outs, lses = rest[:count], rest[count : 2 * count], rest[2 * count :]
-        douts = with_contiguous_rows(*gradients[:count])
-        dq_groups, dk, dv = kvlab.grouped_attention_varlen_backward(
-            douts, q_groups, k, v, outs, lses, deterministic=deterministic, **shared
-        )
-        return None, dk, dv, *dq_groups
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        return (_gradients_once if torch.is_grad_enabled() else _gradients)(ctx, *gradients)
+
+
+def _gradients(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+    shared, deterministic, _ = ctx.options
+    k, v, *rest = ctx.saved_tensors
+    count = len(rest) // 3
+    q_groups, outs, lses = rest[:count], rest[count : 2 * count], rest[2 * count :]
+    given = [
+        torch.zeros_like(out) if x is None else x for x, out in zip(gradients[:count], outs, strict=True)
+    ]
+    dq_groups, dk, dv = kvlab.grouped_attention_varlen_backward(
+        with_contiguous_rows(*given), q_groups, k, v, outs, lses, deterministic=deterministic, **shared
+    )
+    return None, dk, dv, *dq_groups
+
+
+_record: Any = super(torch.autograd.Function, _Recorded).apply  # as in torch_autograd
+_gradients_once = once_differentiable(_gradients)  # for a backward that is itself recorded

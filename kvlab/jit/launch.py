@@ -3,15 +3,17 @@
 `load` puts a cubin of `kvlab.jit.build` or `kvlab.jit.numba` on a device and gives back a `Kernel`.
 `cuda_kernel` and `numba_kernel` build and load in one step and remember the result. There are two ways to
 launch: a call of the `Kernel` with its arguments, and a `PreparedLaunch`, whose one argument is a struct
-(`kvlab.jit.structs`) that stays where it is. CuPy holds the modules and launches. What its launches do not
-offer, early and cooperative launches and thread block clusters, goes to the driver through ``cuda.bindings``.
+(`kvlab.jit.structs`) that stays where it is. CuPy holds the modules and makes launches of the first kind;
+`kvlab.jit.native` asks the driver for those of the second, several at once if they follow each other.
 """
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import struct
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,11 +24,13 @@ from kvlab.device import compute_capability
 from kvlab.errors import needs_extra
 from kvlab.jit.build import Built, arch_of, build
 from kvlab.jit.cubin import Resources, read_resources
+from kvlab.jit.native import Table
 from kvlab.jit.numba import build_numba
 
 __all__ = [
     "Kernel",
     "PreparedLaunch",
+    "PreparedLaunches",
     "cuda_kernel",
     "load",
     "numba_kernel",
@@ -36,6 +40,11 @@ _SHARED_BYTES_UNASKED = 48 * 1024  # static and dynamic together; a kernel that 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _LARGE_CLUSTERS = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 _PORTABLE_CLUSTER, _MAX_CLUSTER = 8, 16  # blocks
+_COOPERATIVE, _CLUSTER, _EARLY = (
+    2,
+    4,
+    6,
+)  # CU_LAUNCH_ATTRIBUTE_: the last is PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 class Kernel:
@@ -208,30 +217,83 @@ class PreparedLaunch:
         self.kernel, self.grid, self.block, self.shared_bytes = kernel, grid, block, shared_bytes
         self._argument = argument
         self._pointers = argument.ctypes.data + np.cumsum([0, *sizes[:-1]], dtype=np.uint64)
-        address = int(self._pointers.ctypes.data)
-        shape = (*(*grid, 1, 1)[:3], *block, 1, 1, shared_bytes)
-        attributes = {
-            **({"cooperative": 1} if cooperative else {}),
-            **({"programmaticStreamSerializationAllowed": 1} if early and hopper else {}),
-            **({"clusterDim": cluster} if cluster > 1 else {}),
-        }
-        self._launch: Callable[[int], None]
-        if 0 in grid:
-            self._launch = lambda stream: None
-        elif attributes:
-            self._launch = _with_attributes(kernel.pointer, shape, address, attributes)
-        else:
-            fixed, launch = (kernel.pointer, *shape), driver.launchKernel
-            self._launch = lambda stream: launch(*fixed, stream, address, 0)
-        self._error = _driver_error()
+        self._config = _config(
+            (*(*grid, 1, 1)[:3], *block, 1, 1, shared_bytes),
+            cooperative=cooperative, early=early and hopper, cluster=cluster,
+        )  # fmt: skip
+        self._table = Table([self.row] if self.row else [], [])
+
+    @property
+    def row(self) -> tuple[int, int, int] | None:
+        """The launch in a `Table`, which it must outlive; None if nothing is launched."""
+        if 0 in self.grid:
+            return None
+        return self._config[0].ctypes.data, self.kernel.pointer, self._pointers.ctypes.data
 
     def __call__(self, stream_pointer: int) -> None:
         """Launch on a stream of the kernel's device, the current one or another."""
-        try:
-            self._launch(stream_pointer)
-        except self._error:
-            with _current(self.kernel.device):
-                self._launch(stream_pointer)
+        self._table.write(stream_pointer)
+        if self._table.run():
+            _run_again(self._table, self.kernel.device)
+
+
+class PreparedLaunches:
+    """Prepared launches of one device in turn, behind words that are written into their arguments.
+
+    All of it is one call for the host; only what it writes differs from call to call.
+
+    Parameters
+    ----------
+    launches : sequence of PreparedLaunch
+    places : sequence of int
+        Addresses of words of 8 bytes in arguments: one for each value of a call, which is written there.
+
+    Attributes
+    ----------
+    launches
+        As given.
+    """
+
+    def __init__(self, launches: Sequence[PreparedLaunch], places: Sequence[int]) -> None:
+        self.launches, self._places = launches, places
+        self._table = Table([launch.row for launch in launches if launch.row], places)
+        self.write, self._run = self._table.write, self._table.run
+
+    def run(self) -> None:
+        """Launch behind what `write` wrote."""
+        if self._run():
+            _run_again(self._table, self.launches[0].kernel.device)
+
+    def one_by_one(self) -> None:
+        """Do the same with a call for each launch, which can be recorded."""
+        stream, *values = self._table.written()
+        for place, value in zip(self._places, values, strict=True):
+            ctypes.c_uint64.from_address(place).value = value
+        for launch in self.launches:
+            launch(stream)
+
+
+def _run_again(table: Table, device: int) -> None:
+    """Make launches of which one failed: another device is current, or the thread has not used CUDA yet."""
+    with _current(device):
+        error = table.run()
+    if error:
+        raise _driver_error()(error)
+
+
+def _config(
+    shape: tuple[int, ...], *, cooperative: bool, early: bool, cluster: int
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return a ``CUlaunchConfig`` without a stream, and the attributes to which it points."""
+    wanted = {
+        **({_COOPERATIVE: (1, 0, 0)} if cooperative else {}),
+        **({_EARLY: (1, 0, 0)} if early else {}),
+        **({_CLUSTER: (cluster, 1, 1)} if cluster > 1 else {}),
+    }
+    packed = b"".join(struct.pack("2I3I52x", which, 0, *value) for which, value in wanted.items())
+    attributes = np.frombuffer(packed + bytes(8), np.uint64)
+    config = struct.pack("7I4xQQI4x", *shape, 0, attributes.ctypes.data, len(wanted))
+    return np.frombuffer(bytearray(config), np.uint64), attributes
 
 
 @functools.cache
@@ -263,44 +325,6 @@ def _check_cluster(kernel: Kernel, blocks: int, cluster: int, *, has_clusters: b
             f"{kernel.name}: cluster={cluster} takes compute capability 9.0, which device {kernel.device} "
             "lacks; launch with cluster=1"
         )
-
-
-_ATTRIBUTES = {
-    "cooperative": "CU_LAUNCH_ATTRIBUTE_COOPERATIVE",
-    "programmaticStreamSerializationAllowed": "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION",
-    "clusterDim": "CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION",
-}
-
-
-def _with_attributes(
-    function: int, shape: tuple[int, ...], address: int, wanted: Mapping[str, int]
-) -> Callable[[int], None]:
-    """Return a launch with attributes, which CuPy's launches do not offer."""
-    from cuda.bindings import driver
-    from cupy.cuda import driver as cupy_driver
-
-    config, attributes = driver.CUlaunchConfig(), []
-    names = [f"{what}Dim{axis}" for what in ("grid", "block") for axis in "XYZ"]
-    for name, value in zip((*names, "sharedMemBytes"), shape, strict=True):
-        setattr(config, name, value)
-    for name, value in wanted.items():
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = getattr(driver.CUlaunchAttributeID, _ATTRIBUTES[name])
-        if name == "clusterDim":
-            size = attribute.value.clusterDim
-            size.x, size.y, size.z = value, 1, 1
-        else:
-            setattr(attribute.value, name, value)
-        attributes.append(attribute)
-    config.attrs, config.numAttrs = attributes, len(attributes)
-
-    def launch(stream_pointer: int) -> None:
-        config.hStream = stream_pointer
-        (error,) = driver.cuLaunchKernelEx(config, function, address, 0)
-        if error:
-            raise cupy_driver.CUDADriverError(int(error))
-
-    return launch
 
 
 # ---- kernels

@@ -6,13 +6,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ADDRESS", "TENSOR", "Struct", "words_of"]
+__all__ = ["ADDRESS", "TENSOR", "Struct", "places_of", "words_of"]
 
 ADDRESS, TENSOR = "address", "tensor"
 """Formats of fields: an address, and an address with the strides of batch, position and head."""
@@ -73,6 +73,11 @@ class Struct:
             elif form != ADDRESS:
                 record[name] = values[name]
         return record
+
+
+def places_of(argument: NDArray[Any], words: Iterable[int]) -> list[int]:
+    """Return the addresses of words of 8 bytes of an array."""
+    return [argument.ctypes.data + 8 * word for word in words]
 
 
 def words_of(argument: NDArray[Any]) -> memoryview:

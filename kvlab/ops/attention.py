@@ -27,7 +27,17 @@ from kvlab.ops.attention_call import (
     checked_options,
     longest_of,
 )
-from kvlab.registry import ON_CUDA, ON_NUMBA, AtLeast, Implementation, choose, register, requirements_of, rows
+from kvlab.registry import (
+    ON_CUDA,
+    ON_NUMBA,
+    AtLeast,
+    Implementation,
+    choose,
+    note_backend,
+    register,
+    requirements_of,
+    rows,
+)
 from kvlab.shapes import match_shapes
 
 __all__ = ["attend", "attention", "attention_varlen", "merge_attention", "merge_into"]
@@ -153,6 +163,8 @@ def attention(
     (array([0., 7.], dtype=float32), array([-inf,   2.], dtype=float32))
     """
     options = checked_options(causal, scale, window, softcap)
+    return_lse = flag(return_lse, "return_lse")
+    sm_margin = whole_number(sm_margin, "sm_margin", 0, LONGEST)
     result: ArrayT | tuple[ArrayT, ArrayT] = attend((q, k, v), None, options, return_lse, sm_margin, backend)
     return result
 
@@ -233,8 +245,9 @@ def attention_varlen(
     """
     options, longest = checked_options(causal, scale, window, softcap), longest_of(max_seqlen_q, max_seqlen_k)
     arrays = q, k, v, cu_seqlens_q, cu_seqlens_k
+    return_lse = flag(return_lse, "return_lse")
+    sm_margin = whole_number(sm_margin, "sm_margin", 0, LONGEST)
     if into is not None:
-        flag(return_lse, "return_lse")
         _attend_into(into, arrays, longest, options, sm_margin, backend)
         return into
     result: ArrayT | tuple[ArrayT, ArrayT] = attend(arrays, longest, options, return_lse, sm_margin, backend)
@@ -252,7 +265,6 @@ def _attend_into(
     """Merge attention into results over other keys, by one kernel where there is one."""
     if not isinstance(into, tuple | list) or len(into) != 2:
         raise TypeError(f"into must be a tuple of two arrays, out and lse, got {type(into).__name__}")
-    sm_margin = whole_number(sm_margin, "sm_margin", 0, LONGEST)
     all_arrays = *arrays[:3], *into, *arrays[3:]
     call, addresses = call_of(_INTO, all_arrays, backend, options, longest, sm_margin)
     row = _row_into(call)
@@ -292,15 +304,18 @@ def attend(
     sm_margin: int = 0,
     backend: str | None = None,
 ) -> Any:
-    """`attention` of q, k and v, or with `longest` `attention_varlen`; options and `longest` are checked."""
-    return_lse = flag(return_lse, "return_lse")
-    sm_margin = whole_number(sm_margin, "sm_margin", 0, LONGEST)
+    """`attention` of q, k and v, or with `longest` `attention_varlen`; numbers and flags are checked."""
     signature = _FIXED if longest is None else _VARLEN
     call, addresses = call_of(signature, arrays, backend, options, longest, sm_margin)
-    with call.memory:
-        if call.row.backend == "cuda":
-            out, lse = call.row.launch(call, addresses, return_lse)
-        else:
+    if call.row.backend == "cuda":
+        try:  # takes no time, as `with` and `launch` do
+            out, lse = call.row.function(call, addresses, return_lse)
+        except Exception as error:
+            call.memory.explain(error)
+            raise
+        note_backend("cuda")
+    else:
+        with call.memory:
             out, lse = call.row.launch(*arrays[:3], call.sequences(arrays), call.scores)
     return (out, lse) if return_lse else out
 

@@ -180,7 +180,7 @@ class TensorMaps:
     """Tensor maps at the head of a kernel's argument, which follow the addresses of their arrays.
 
     Asking the driver for a map takes longer than the rest of a call. Where a map is its address and words
-    that do not depend on it, the address alone is written.
+    that do not depend on it, the address alone needs to be written.
 
     Parameters
     ----------
@@ -190,6 +190,13 @@ class TensorMaps:
         What `encoder_of` returned for each array.
     places : sequence of int, optional
         Which of the argument's maps is each array's; the first ones if not given.
+
+    Attributes
+    ----------
+    begins : list of int
+        First words of the maps.
+    follow : bool
+        Whether only these still depend on addresses, and are addresses; not known before the first call.
     """
 
     def __init__(
@@ -199,20 +206,25 @@ class TensorMaps:
         places: Sequence[int] | None = None,
     ) -> None:
         self._words, self._encoders = words, encoders
-        self._begins = [MAP_WORDS * place for place in places or range(len(encoders))]
-        self._begin_with_address: bool | None = None  # not known before the first call
+        self.begins = [MAP_WORDS * place for place in places or range(len(encoders))]
+        self.follow = not encoders
 
     def point_to(self, addresses: Sequence[int]) -> None:
         """Write the maps of the arrays at these addresses, of which there may be more."""
-        if self._begin_with_address:
-            for begin, address in zip(self._begins, addresses, strict=False):
-                self._words[begin] = address
-            return
-        for begin, encode, address in zip(self._begins, self._encoders, addresses, strict=False):
-            for at, word in enumerate(encode(address), begin):
+        for begin, word in zip(self.begins, self.first_words(addresses), strict=False):
+            self._words[begin] = word
+
+    def first_words(self, addresses: Sequence[int]) -> Sequence[int]:
+        """Write what else than their first words changes of the maps of the arrays at these addresses; return
+        the first words, and addresses for which there is no map."""
+        if self.follow:
+            return addresses
+        maps = [encode(address) for encode, address in zip(self._encoders, addresses, strict=False)]
+        for begin, words in zip(self.begins, maps, strict=True):
+            for at, word in enumerate(words, begin):
                 self._words[at] = word
-        if self._begin_with_address is None:
-            self._begin_with_address = all(map(_begins_with_address, self._encoders, addresses))
+        self.follow = all(map(_begins_with_address, self._encoders, addresses))
+        return [*(words[0] for words in maps), *addresses[len(maps) :]]
 
 
 def _begins_with_address(encode: Callable[[int], list[int]], address: int) -> bool:

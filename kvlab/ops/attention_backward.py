@@ -34,7 +34,7 @@ from kvlab.ops.attention_call import (
     checked_options,
     longest_of,
 )
-from kvlab.registry import Implementation, register
+from kvlab.registry import Implementation, note_backend, register
 
 __all__ = ["attention_backward", "attention_varlen_backward", "differentiate"]
 
@@ -97,8 +97,8 @@ def attention_backward(
         Give dk and dv as they are summed, in float32, so that parts of them from several devices can be
         added. ``"cuda"`` alone does so for 16-bit inputs.
     sm_margin : int
-        Multiprocessors left to other kernels, as in `attention`; above 128 channels there are no persistent
-        blocks that could leave any.
+        Multiprocessors left to other kernels, as in `attention`. Above 128 channels blocks work in pairs, so
+        an odd number leaves one more, and take a sixth longer where any are left.
     backend : str, optional
         As in `attention`; sums are float32, over the query heads of a group too, ``"reference"`` float64.
 
@@ -126,8 +126,9 @@ def attention_backward(
     (array([0., 0.], dtype=float32), array([5., 5.], dtype=float32))
     """
     options = checked_options(causal, scale, window, softcap)
+    extra = _extra(deterministic, float32_dk_dv, sm_margin)
     gradients: tuple[ArrayT, ArrayT, ArrayT] = differentiate(
-        (q, k, v, dout, out, lse), None, options, deterministic, float32_dk_dv, sm_margin, backend
+        (q, k, v, dout, out, lse), None, options, extra, backend
     )
     return gradients
 
@@ -190,9 +191,8 @@ def attention_varlen_backward(
     """
     options, longest = checked_options(causal, scale, window, softcap), longest_of(max_seqlen_q, max_seqlen_k)
     arrays = q, k, v, dout, out, lse, cu_seqlens_q, cu_seqlens_k
-    gradients: tuple[ArrayT, ArrayT, ArrayT] = differentiate(
-        arrays, longest, options, deterministic, float32_dk_dv, sm_margin, backend
-    )
+    extra = _extra(deterministic, float32_dk_dv, sm_margin)
+    gradients: tuple[ArrayT, ArrayT, ArrayT] = differentiate(arrays, longest, options, extra, backend)
     return gradients
 
 
@@ -200,27 +200,33 @@ def differentiate(
     arrays: Sequence[Any],
     longest: tuple[int, int] | None,
     options: Options,
-    deterministic: bool,
-    float32_dk_dv: bool = False,
-    sm_margin: int = 0,
+    extra: int,
     backend: str | None = None,
 ) -> Any:
-    """Gradients, given q, k, v, dout, out, lse and, with `longest`, cu_seqlens; options and `longest` are
-    checked."""
-    deterministic = flag(deterministic, "deterministic")
-    float32_dk_dv = flag(float32_dk_dv, "float32_dk_dv")
-    extra = deterministic + FLOAT32_DK_DV * float32_dk_dv
-    extra += SM_MARGIN * whole_number(sm_margin, "sm_margin", 0, LONGEST)
+    """Gradients, given q, k, v, dout, out, lse and, with `longest`, cu_seqlens; numbers are checked, and
+    `extra` is that of a `Call`."""
     signature = _FIXED if longest is None else _VARLEN
     call, addresses = call_of(signature, arrays, backend, options, longest, extra)
-    if float32_dk_dv and call.row.backend != "cuda" and call.dtype != "float32":
+    if extra & FLOAT32_DK_DV and call.row.backend != "cuda" and call.dtype != "float32":
         raise NotImplementedError(
             f"float32_dk_dv=True: backend {call.row.backend!r} gives dk and dv in the dtype of {call.dtype} "
             "inputs; use backend 'cuda', or pass float32"
         )
-    with call.memory:  # on a GPU the workspace too is allocated before any launch
-        if call.row.backend == "cuda":
-            return call.row.launch(call, addresses)
+    if call.row.backend == "cuda":
+        try:  # the workspace too is allocated before any launch
+            found = call.row.function(call, addresses)
+        except Exception as error:
+            call.memory.explain(error)
+            raise
+        note_backend("cuda")
+        return found
+    with call.memory:
         q, k, v, dout, out, lse = arrays[:6]
         sequences = call.sequences(arrays)
-        return call.row.launch(dout, q, k, v, out, lse, sequences, call.scores, deterministic)
+        return call.row.launch(dout, q, k, v, out, lse, sequences, call.scores, bool(extra & 1))
+
+
+def _extra(deterministic: bool, float32_dk_dv: bool, sm_margin: int) -> int:
+    """Check options of gradients alone; return them as `Call.extra`."""
+    extra = flag(deterministic, "deterministic") + FLOAT32_DK_DV * flag(float32_dk_dv, "float32_dk_dv")
+    return extra + SM_MARGIN * whole_number(sm_margin, "sm_margin", 0, LONGEST)

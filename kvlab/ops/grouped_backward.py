@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 from kvlab.arguments import LONGEST, flag, number, whole_number
 from kvlab.arrays import Array, ArrayT
 from kvlab.ops.array_kinds import Kind, dtype_of_kind, kinds_of
+from kvlab.ops.attention_call import MAX_GROUPS
 from kvlab.ops.grouped import CPU, GPU, HOPPER, GroupedArrays, GroupedCall, call_of, check_groups
 from kvlab.registry import ON_CUDA, ON_NUMBA, Implementation, register
 from kvlab.shapes import match_shapes
 
-__all__ = ["BACKWARD", "Results", "grouped_attention_varlen_backward"]
+__all__ = ["BACKWARD", "Results", "grouped_attention_varlen_backward", "names_of_results"]
 
 BACKWARD = "grouped_attention_backward"
 _SEPARATE = {"implementation": ("separate",)}
@@ -35,11 +36,22 @@ register(
 
 
 class Results(NamedTuple):
-    """What the forward gave, and the gradient of the loss with respect to it: lists, an array a group."""
+    """What the forward gave, and the gradient of the loss with respect to it: lists, an array a group.
+
+    `kinds` and `addresses` are those of all, named by `names_of_results`.
+    """
 
     douts: Sequence[Any]
     outs: Sequence[Any]
     lses: Sequence[Any]
+    kinds: tuple[Kind, ...]
+    addresses: Sequence[int]
+
+
+@lru_cache(maxsize=MAX_GROUPS)
+def names_of_results(groups: int) -> tuple[str, ...]:
+    """Names of douts, outs and lses, in order."""
+    return tuple(f"{name}[{g}]" for name in ("douts", "outs", "lses") for g in range(groups))
 
 
 def grouped_attention_varlen_backward(
@@ -111,28 +123,26 @@ def grouped_attention_varlen_backward(
     array([5., 5.], dtype=float32)
     """
     arrays = GroupedArrays(q_groups, k, v, cu_seqlens_q_groups, prefix_lens, cu_seqlens_k)
-    results = Results(douts, outs, lses)
     call, addresses = call_of(
         BACKWARD, arrays, flag(causal, "causal"), None if scale is None else number(scale, "scale"),
         implementation, (max_seqlen_q, max_seqlen_k), whole_number(sm_margin, "sm_margin", 0, LONGEST),
         backend,
     )  # fmt: skip
-    names = tuple(f"{name}[{g}]" for name in Results._fields for g in range(call.groups))
-    for name, given in results._asdict().items():
+    for name, given in (("douts", douts), ("outs", outs), ("lses", lses)):
         check_groups(name, given, q_groups)
-    kinds, _ = kinds_of([*douts, *outs, *lses], names)
-    _check_results(call, kinds, names)
+    kinds, of_results = kinds_of([*douts, *outs, *lses], names_of_results(call.groups))
+    _check_results(call, kinds)
     gradients: tuple[list[ArrayT], ArrayT, ArrayT] = call.row.launch(
-        call, arrays, addresses, results, flag(deterministic, "deterministic"),
-        flag(float32_dkv, "float32_dkv"),
+        call, arrays, addresses, Results(douts, outs, lses, kinds, of_results),
+        flag(deterministic, "deterministic"), flag(float32_dkv, "float32_dkv"),
     )  # fmt: skip
     return gradients
 
 
 @lru_cache(maxsize=1024)
-def _check_results(call: GroupedCall, kinds: tuple[Kind, ...], names: tuple[str, ...]) -> None:
+def _check_results(call: GroupedCall, kinds: tuple[Kind, ...]) -> None:
     shapes = {}
-    for name, kind in zip(names, kinds, strict=True):
+    for name, kind in zip(names_of_results(call.groups), kinds, strict=True):
         argument, _, index = name.rstrip("]").partition("[")
         rows = call.rows[int(index)]
         of_lse = argument == "lses"

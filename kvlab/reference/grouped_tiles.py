@@ -3,7 +3,8 @@
 A chunk is `positions` query positions of a group in a sequence; a tile is several chunks that read one KV
 head. Tiles of one group hold its neighbours. Paired tiles hold, of all groups, the chunks that see most keys,
 then the next: so few tiles of K and V are loaded, and each is loaded for as many rows as can be. Where there
-are fewer tiles than blocks could take, long tiles are split over their keys. In the backward a tile is one of
+are fewer tiles than blocks could take, long tiles are split over their keys; where K and V are larger than
+L2, the last tiles of a section are. In the backward a tile is one of
 keys, with the rows of all groups, as attention/tile_list.cu makes it.
 """
 
@@ -16,9 +17,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from kvlab.reference.tile_list import TILE, section_of, tile_list
+from kvlab.reference.tile_list import TILE, counter_of, section_of, tile_list
 
-__all__ = ["ENTRY", "KEYS_PART", "MIN_KEYS", "grouped_tiles", "tiles_of_backward", "tiles_of_keys"]
+__all__ = [
+    "ENTRY",
+    "KEYS_PART",
+    "LAST_PARTS",
+    "MIN_KEYS",
+    "grouped_tiles",
+    "tiles_of_backward",
+    "tiles_of_keys",
+]
 
 ENTRY = np.dtype(
     [
@@ -33,6 +42,8 @@ ENTRY = np.dtype(
 
 MIN_KEYS = 8
 """Tiles of keys of a part, at least."""
+LAST_PARTS = 3
+"""Of one of the last tiles of a section, at most."""
 
 
 def grouped_tiles(
@@ -49,6 +60,9 @@ def grouped_tiles(
     causal: bool,
     paired: bool,
     blocks: int = 0,
+    last_tiles: int = 0,
+    sections: int = 1,
+    longest: int | None = None,
 ) -> NDArray[Any]:
     """Return all tiles; in the order of sequences, heads and keys, not that of the device.
 
@@ -66,7 +80,14 @@ def grouped_tiles(
         Keys that a tile is computed for at a time.
     causal, paired : bool
     blocks : int
-        Blocks that take tiles, 0 where tiles are not split.
+        Blocks that take tiles, 0 where not all tiles may be split.
+    last_tiles : int
+        Tiles at the end of a section that are split, at most; the device's list has tiles without rows where
+        fewer are.
+    sections : int
+        Into which (sequence, KV head) pairs are divided.
+    longest : int, optional
+        Tiles of keys that no tile has more of, as the sections are sorted; by default, as many as one has.
 
     Returns
     -------
@@ -106,7 +127,21 @@ def grouped_tiles(
     every = np.repeat(of_head[:, None], len(heads), axis=1)
     every["head_q"] = heads[:, None]
     every["head_kv"] = heads[:, None] // group
-    return _split(every.reshape(-1, entries), block_n, blocks)
+    tiles_of_all = every.reshape(-1, entries)
+    steps = tiles_of_keys(tiles_of_all, block_n)
+    if last_tiles and len(steps):
+        section = section_of(tiles_of_all[:, 0], len(lengths) * heads_kv, heads_kv, sections)
+        counters = counter_of(steps, int(steps.max()) if longest is None else longest)
+        from_counter = np.empty_like(steps)  # tiles of its section that come with it or later
+        for one in np.unique(section):
+            own = counters[section == one]
+            from_counter[section == one] = np.bincount(own)[::-1].cumsum()[::-1][own]
+        full = np.where(from_counter <= last_tiles, np.maximum(MIN_KEYS, -(-steps // LAST_PARTS)), 1 << 30)
+    elif blocks and 2 * len(steps) < 3 * blocks:  # what a block has to do on average
+        full = np.full(len(steps), max(MIN_KEYS, -(-int(steps.sum()) // blocks)))
+    else:
+        return tiles_of_all
+    return _split(tiles_of_all, block_n, full)
 
 
 def _members(
@@ -130,15 +165,11 @@ def tiles_of_keys(tiles: NDArray[Any], block_n: int) -> NDArray[np.int64]:
     return np.asarray(-(-keys // block_n))
 
 
-def _split(tiles: NDArray[Any], block_n: int, blocks: int) -> NDArray[Any]:
-    """Split tiles over keys: parts of what a block has to do on average, and what is left of the tile."""
-    keys = tiles_of_keys(tiles, block_n)
-    if not blocks or 2 * len(tiles) >= 3 * blocks:
-        return tiles
-    full = max(MIN_KEYS, -(-int(keys.sum()) // blocks))
-    parts = np.maximum(0, keys - MIN_KEYS) // full + 1
+def _split(tiles: NDArray[Any], block_n: int, full: NDArray[np.int64]) -> NDArray[Any]:
+    """Split tiles over keys: parts of `full` tiles of keys, and what is left of the tile."""
+    parts = np.maximum(0, tiles_of_keys(tiles, block_n) - MIN_KEYS) // full + 1
     split = np.repeat(tiles, parts, axis=0)
-    number = np.repeat(parts, parts)[:, None]
+    number, full = (np.repeat(x, parts)[:, None] for x in (parts, full))
     part = (np.arange(len(split)) - np.repeat(np.cumsum(parts) - parts, parts))[:, None]
     split["part"], split["num_parts"] = part, number
     split["first_key"] = part * full * block_n

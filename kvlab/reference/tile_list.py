@@ -92,7 +92,7 @@ def tile_list(
     tiles["diagonal"], tiles["first_key"], tiles["last_key"] = diagonal, first, last
     tiles["num_tiles_of_keys"] = -(-(last - first) // block_n)
     longest = -(-int(lengths[1].max(initial=0)) // block_n)
-    counters = position // positions if in_order else counter_of(tiles, longest)
+    counters = position // positions if in_order else counter_of(tiles["num_tiles_of_keys"], longest)
     order = np.lexsort((counters, section_of(tiles, len(count) * heads_kv, heads_kv, sections)))
     return tiles[order]
 
@@ -104,9 +104,9 @@ def section_of(tiles: NDArray[Any], num_bh: int, heads_kv: int, sections: int) -
     return of_tile
 
 
-def counter_of(tiles: NDArray[Any], longest: int) -> NDArray[np.int64]:
+def counter_of(num_tiles_of_keys: NDArray[Any], longest: int) -> NDArray[np.int64]:
     """Return what the tiles of a section are sorted by, where none has more than `longest` tiles of keys."""
-    shorter = longest - tiles["num_tiles_of_keys"].astype(np.int64)
+    shorter = longest - num_tiles_of_keys.astype(np.int64)
     if longest >= _COUNTERS:
         shorter = shorter * _COUNTERS // (longest + 1)
     counters: NDArray[np.int64] = shorter

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import kvlab
 from kvlab import cli, device
 from kvlab.jit.cubin import Resources
-from kvlab.jit.launch import Kernel, PreparedLaunch
+from kvlab.jit.launch import Kernel, PreparedLaunch, PreparedLaunches
 from kvlab.lab import accuracy, cleaning, profiling, targets, testing, validate
 from tests import conftest
 
@@ -277,13 +277,21 @@ def test_launches_are_recorded_and_still_happen(monkeypatch: pytest.MonkeyPatch)
     seen: list[Any] = []
     prepared: Any = object.__new__(PreparedLaunch)
     prepared.kernel, prepared.grid, prepared.block, prepared.shared_bytes = kernel, (4,), (32,), 16
-    prepared._launch, prepared._error = lambda stream: launched.append(("prepared", stream)), ValueError
+    prepared._table = SimpleNamespace(
+        write=lambda stream: launched.append(("prepared", stream)), run=lambda: 0
+    )
+    both: Any = object.__new__(PreparedLaunches)
+    both.launches, both._places = [prepared, prepared], []
+    both._table = SimpleNamespace(written=lambda: [5])
     with profiling.recorded(seen):
         kernel((2,), (128,), [1], 64)
         prepared(5)
+        both.run()
     kernel((3,), (128,), [1])
-    assert [launch[0] for launch in launched] == [(2,), "prepared", (3,)]
-    assert [launch[:4] for launch in seen] == [(kernel, (2,), (128,), 64), (kernel, (4,), (32,), 16)]
+    assert [launch[0] for launch in launched] == [(2,), *["prepared"] * 3, (3,)]
+    assert [launch[:4] for launch in seen] == [
+        (kernel, (2,), (128,), 64), *[(kernel, (4,), (32,), 16)] * 3
+    ]  # fmt: skip
 
 
 def test_counters_of_ncu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

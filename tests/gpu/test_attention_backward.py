@@ -205,7 +205,7 @@ def test_same_bits_again_and_in_a_graph(dim: int) -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
 def test_multiprocessors_left_to_others(dim: int, deterministic: bool) -> None:
     """dk and dv have the same bits as ever, dq where the order of its sums is fixed."""
     torch.manual_seed(4)

@@ -11,6 +11,8 @@ import torch
 
 import kvlab
 from kvlab.integrations.torch_grouped import grouped_attention_varlen
+from kvlab.ops.cuda import grouped as grouped_cuda
+from kvlab.ops.cuda import tile_list as tile_list_cuda
 from tests.compare import assert_accurate
 from tests.gpu.attention_cases import DTYPES, poison, to_numpy
 from tests.gradients import assert_gradients
@@ -96,6 +98,27 @@ def test_tiles_split_over_keys(implementation: str) -> None:
         )
         for kind, one in zip((outs, lses), again, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(kind, one, strict=True))
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("implementation", ["listed", "paired"])
+def test_last_tiles_of_sections_split_over_keys(
+    implementation: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of K and V larger than L2; right, and the same bits again."""
+    case = zigzag(8192, 2, 1, heads=(32, 8), head_dim=head_dim, seed=6)
+    grouped_cuda._listed.cache_clear()
+    whole = attend(case, implementation=implementation)
+    for module in (grouped_cuda, tile_list_cuda):
+        monkeypatch.setattr(module, "SECTION_BYTES", 1)
+    grouped_cuda._listed.cache_clear()
+    found = attend(case, implementation=implementation)
+    assert_right(case, *found)
+    for _ in range(20):
+        for kind, one in zip(found, attend(case, implementation=implementation), strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(kind, one, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(whole[0], found[0], strict=True))
+    grouped_cuda._listed.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from kvlab.ops import grouped as operation
-from kvlab.ops.attention_call import MAX_GROUPS
 from kvlab.ops.cuda import grouped as grouped_cuda
+from kvlab.ops.cuda import tile_list as tile_list_cuda
 from kvlab.ops.cuda.attention_sm90 import SHAPES
+from kvlab.ops.cuda.grouped import LAST_PARTS, LAST_TILES, SPLIT_DIM
 from kvlab.ops.cuda.tile_list import HEAD_BYTES, ROWS, ListBuilder, Tiling, heads_of_tile
 from kvlab.reference.grouped_tiles import ENTRY, KEYS_PART, grouped_tiles, tiles_of_backward, tiles_of_keys
 from kvlab.reference.tile_list import section_of
@@ -42,8 +43,15 @@ def made_list(rows: Any, lens: Any, keys: Any, heads: tuple[int, int], dim: int,
     return stored[HEAD_BYTES : HEAD_BYTES + size].view(ENTRY).reshape(count, entries), listed
 
 
+@pytest.mark.parametrize("small_l2", [False, True])
 @pytest.mark.parametrize("seed", range(24))
-def test_lists_of_the_device_are_those_of_the_reference(seed: int) -> None:
+def test_lists_of_the_device_are_those_of_the_reference(
+    seed: int, small_l2: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where K and V of a pair are larger than L2, too."""
+    if small_l2:
+        for module in (grouped_cuda, tile_list_cuda):
+            monkeypatch.setattr(module, "SECTION_BYTES", 1)
     rng = np.random.default_rng(seed)
     number, groups = int(rng.choice([1, 1, 2, 7, 300, 4096])), int(rng.choice([1, 2, 2, 3, 16]))
     keys = rng.integers(1, 2 + 400_000 // number // 16, number)
@@ -59,13 +67,26 @@ def test_lists_of_the_device_are_those_of_the_reference(seed: int) -> None:
     tiles, listed = made_list(rows, lens, keys, (heads_kv * group, heads_kv), dim, **options)
     expected = grouped_tiles(
         rows, lens, keys, heads_kv, group, pack=pack, positions=ROWS // pack, entries=entries,
-        block_n=block_n, blocks=listed.split_blocks, **options,
+        block_n=block_n, blocks=listed.split_blocks, last_tiles=listed.last_tiles, sections=listed.sections,
+        longest=-(-int(keys.sum()) // block_n), **options,
     )  # fmt: skip
+    assert listed.last_tiles == (
+        LAST_TILES if small_l2 and dim <= SPLIT_DIM and not listed.split_blocks else 0
+    )
+    no_rows = (tiles["q_length"] == 0).all(1)
+    assert (tiles["loaded_keys"][no_rows] == 0).all()
+    if listed.last_tiles:
+        whole = (expected["part"][:, 0] == 0).sum()
+        places = listed.sections * listed.last_tiles * (LAST_PARTS - 1)
+        assert len(tiles) == whole + places <= listed.capacity
+        tiles = tiles[~no_rows]
     assert len(tiles) == len(expected) <= listed.capacity
     assert _sorted(tiles) == _sorted(expected)
     slots = tiles["slot"][:, 0] + tiles["part"][:, 0]
     split = tiles["num_parts"][:, 0] > 1
-    assert len(set(slots[split].tolist())) == split.sum() <= 2 * listed.split_blocks
+    most_parts = 2 * listed.split_blocks + listed.sections * listed.last_tiles * LAST_PARTS
+    assert len(set(slots[split].tolist())) == split.sum() <= most_parts
+    assert slots[split].max(initial=0) < max(1, most_parts)
     section = section_of(tiles[:, 0], number * heads_kv, heads_kv, listed.sections)
     assert (np.diff(section) >= 0).all()
     lengths = tiles_of_keys(tiles, block_n)
@@ -105,7 +126,7 @@ def test_lists_of_the_backward_are_those_of_the_reference(seed: int) -> None:
     memory = torch.full((builder.nbytes,), 255, device="cuda", dtype=torch.uint8)
     cu_k, *cu_q = (torch.from_numpy(np.cumsum([0, *x]).astype(np.int32)).cuda() for x in (keys, *rows))
     prefixes = [torch.from_numpy(x.astype(np.int32)).cuda() for x in lens]
-    bounds = [x.data_ptr() for x in cu_q] + [0] * (MAX_GROUPS - groups) + [x.data_ptr() for x in prefixes]
+    bounds = [x.data_ptr() for x in (*cu_q, *prefixes)]
     builder.build(memory.data_ptr(), (cu_k.data_ptr(), 0, *bounds), torch.cuda.current_stream().cuda_stream)
     stored = memory.cpu().numpy()
     count, semaphore = stored[:8].view(np.int32)

@@ -59,5 +59,6 @@ def test_lists_of_the_device_are_those_of_the_reference(seed: int) -> None:
     if in_order:
         assert (tiles["position"] == expected["position"]).all()
     else:
-        assert (counter_of(tiles, most) == counter_of(expected, most)).all()
+        counters = [counter_of(x["num_tiles_of_keys"], most) for x in (tiles, expected)]
+        assert (counters[0] == counters[1]).all()
     assert (np.sort(tiles, order=TILE.names) == np.sort(expected, order=TILE.names)).all()

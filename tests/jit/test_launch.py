@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import struct
 import sys
 import types
 from collections.abc import Sequence
@@ -12,11 +14,11 @@ import numpy as np
 import pytest
 
 from kvlab.errors import MissingExtraError
-from kvlab.jit import launch
+from kvlab.jit import launch, native
 from kvlab.jit.build import build
 from kvlab.jit.cubin import Resources
-from kvlab.jit.launch import Kernel, PreparedLaunch, load
-from kvlab.jit.structs import ADDRESS, Struct
+from kvlab.jit.launch import Kernel, PreparedLaunch, PreparedLaunches, load
+from kvlab.jit.structs import ADDRESS, Struct, places_of
 
 SOURCE = 'extern "C" __global__ void fill(float* out) { out[threadIdx.x] = VALUE; }\n'
 MACROS = {"VALUE": 7}
@@ -114,42 +116,55 @@ def test_load_without_cupy_or_device_says_so(root: Path, monkeypatch: pytest.Mon
 CALL = Struct(out=ADDRESS, count="i")
 
 
+CONFIG = struct.Struct("7I4xQQI4x")  # CUlaunchConfig
+ATTRIBUTE = struct.Struct("I4x3I52x")  # CUlaunchAttribute
+LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
+
+
 class Driver(types.SimpleNamespace):
-    """Stands for CuPy's driver and that of cuda.bindings: keeps launches and what kernels are allowed."""
+    """Stands for CuPy's driver and for cuLaunchKernelEx: keeps launches and what kernels are allowed."""
 
     class CUDADriverError(Exception):
         """As CuPy's."""
 
     def __init__(self) -> None:
-        super().__init__(plain=[], configured=[], allowed=[], error=0)
-
-    def launchKernel(self, function: int, *rest: int) -> None:
-        self.plain.append(rest)
+        super().__init__(configured=[], arguments=[], allowed=[], error=0)
+        self.launch = LAUNCH(self.configure)
 
     def funcSetAttribute(self, function: int, attribute: int, value: int) -> None:
         self.allowed.append((attribute, value))
 
-    def configure(self, config: Any, function: int, arguments: int, extra: int) -> tuple[int]:
-        grid = (config.gridDimX, config.gridDimY, config.gridDimZ)
-        given = {attribute.id.name: attribute.value for attribute in config.attrs}
-        names = {name.removeprefix("CU_LAUNCH_ATTRIBUTE_"): value for name, value in given.items()}
-        size = names["CLUSTER_DIMENSION"].clusterDim if "CLUSTER_DIMENSION" in names else None
-        cluster = None if size is None else (size.x, size.y, size.z)
-        early = "PROGRAMMATIC_STREAM_SERIALIZATION" in names
-        together = "COOPERATIVE" in names
-        row = (grid, config.blockDimX, config.sharedMemBytes, int(config.hStream), early, cluster, together)
-        self.configured.append(row)
-        return (self.error,)
+    def configure(self, config: int, function: int, arguments: int, extra: int | None) -> int:
+        assert (function, extra) == (5, None)
+        *grid, x, y, z, shared, stream, first, count = CONFIG.unpack(ctypes.string_at(config, CONFIG.size))
+        assert (y, z) == (1, 1)
+        attributes = ATTRIBUTE.iter_unpack(ctypes.string_at(first, count * ATTRIBUTE.size))
+        names = {bindings_name(which): value for which, *value in attributes}
+        cluster = names.get("CLUSTER_DIMENSION")
+        early = names.get("PROGRAMMATIC_STREAM_SERIALIZATION") == [1, 0, 0]
+        together = names.get("COOPERATIVE") == [1, 0, 0]
+        self.configured.append((tuple(grid), x, shared, stream, early, cluster, together))
+        (argument,) = (ctypes.c_uint64 * 1).from_address(arguments)
+        self.arguments.append(ctypes.string_at(argument, CALL.size))
+        return self.error
+
+
+def bindings_name(attribute: int) -> str:
+    """The driver's name of an attribute of launches."""
+    from cuda.bindings.driver import CUlaunchAttributeID
+
+    return CUlaunchAttributeID(attribute).name.removeprefix("CU_LAUNCH_ATTRIBUTE_")
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    bindings = pytest.importorskip("cuda.bindings.driver")
+    pytest.importorskip("cuda.bindings.driver")
     made = Driver()
     cuda = types.SimpleNamespace(driver=made)
     monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda))
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
-    monkeypatch.setattr(bindings, "cuLaunchKernelEx", made.configure)
+    address = ctypes.cast(made.launch, ctypes.c_void_p).value
+    monkeypatch.setattr(native, "launch_function", lambda: address)
     monkeypatch.setattr(launch, "compute_capability", lambda device: (9, 0))
     launch._driver_error.cache_clear()
     yield made
@@ -163,11 +178,39 @@ def prepared(argument: Any = None, **options: Any) -> PreparedLaunch:
     return PreparedLaunch(kernel, (32, 2), (128,), argument, 512, **options)
 
 
-def test_a_prepared_launch_is_cupys_where_nothing_else_is_asked_for(driver: Driver) -> None:
-    prepared()(77)
-    ((*shape, stream, _, extra),) = driver.plain
-    assert (shape, stream, extra) == ([32, 2, 1, 128, 1, 1, 512], 77, 0)
-    assert driver.configured == []
+def test_a_prepared_launch_reads_its_argument_when_it_is_made(driver: Driver) -> None:
+    argument = np.zeros(1, CALL.dtype)
+    run = prepared(argument)
+    for count in (3, 4):
+        argument["count"] = count
+        run(77)
+    assert driver.configured == [((32, 2, 1), 128, 512, 77, False, None, False)] * 2
+    assert driver.arguments == [CALL.pack(count=count).tobytes() for count in (3, 4)]
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_launches_in_turn_come_behind_the_values_of_the_call(driver: Driver, one_by_one: bool) -> None:
+    arguments = [np.zeros(1, CALL.dtype) for _ in range(2)]
+    addresses = [place for x in arguments for place in places_of(x, [CALL.word("out")])]
+    both = PreparedLaunches(
+        [prepared(x, early=early) for x, early in zip(arguments, (False, True), strict=True)], addresses
+    )
+    for stream, values in ((77, (1 << 40, 5)), (78, (6, 7))):
+        driver.configured.clear()
+        driver.arguments.clear()
+        both.write(stream, *values)
+        (both.one_by_one if one_by_one else both.run)()
+        assert [(row[3], row[4]) for row in driver.configured] == [(stream, False), (stream, True)]
+        assert driver.arguments == [CALL.pack(out=value).tobytes() for value in values]
+
+
+def test_a_grid_of_nothing_is_left_out(driver: Driver) -> None:
+    none = PreparedLaunch(prepared().kernel, (0, 2), (128,), np.zeros(1, CALL.dtype))
+    none(77)
+    rest = PreparedLaunches([none, prepared()], [])
+    rest.write(78)
+    rest.run()
+    assert [row[3] for row in driver.configured] == [78]
 
 
 @pytest.mark.parametrize(
@@ -175,13 +218,13 @@ def test_a_prepared_launch_is_cupys_where_nothing_else_is_asked_for(driver: Driv
     [
         ({"early": True}, True, None, False),
         ({"cooperative": True}, False, None, True),
-        ({"cooperative": True, "cluster": 2}, False, (2, 1, 1), True),
-        ({"cluster": 4}, False, (4, 1, 1), False),
-        ({"early": True, "cluster": 16}, True, (16, 1, 1), False),
+        ({"cooperative": True, "cluster": 2}, False, [2, 1, 1], True),
+        ({"cluster": 4}, False, [4, 1, 1], False),
+        ({"early": True, "cluster": 16}, True, [16, 1, 1], False),
     ],
 )
 def test_attributes_of_launches_reach_the_driver(
-    driver: Driver, options: dict[str, Any], early: bool, cluster: tuple[int, ...] | None, together: bool
+    driver: Driver, options: dict[str, Any], early: bool, cluster: list[int] | None, together: bool
 ) -> None:
     run = prepared(**options)
     run(77)
@@ -189,8 +232,7 @@ def test_attributes_of_launches_reach_the_driver(
     assert driver.configured == [
         ((32, 2, 1), 128, 512, stream, early, cluster, together) for stream in (77, 78)
     ]
-    assert driver.plain == []
-    assert driver.allowed == ([(14, 1)] if cluster == (16, 1, 1) else [])  # more than 8 are not portable
+    assert driver.allowed == ([(14, 1)] if cluster == [16, 1, 1] else [])  # more than 8 are not portable
 
 
 def test_an_error_of_the_driver_is_raised(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +250,7 @@ def test_before_hopper_nothing_is_early_and_clusters_are_refused(
 ) -> None:
     monkeypatch.setattr(launch, "compute_capability", lambda device: (8, 9))
     prepared(early=True)(0)
-    assert len(driver.plain) == 1
+    assert [row[4] for row in driver.configured] == [False]
     with pytest.raises(ValueError, match=r"cluster=2 takes compute capability 9\.0, which device 0 lacks"):
         prepared(cluster=2)
 

@@ -267,13 +267,49 @@ def test_gradients_of_keys_can_be_float32(gpu: StandInGpu) -> None:
 
 
 def test_gradients_leave_multiprocessors_to_others(gpu: StandInGpu) -> None:
-    """Of a short call, which clusters would share, too: their blocks do not persist."""
-    for tokens, expected in ((4096, (132, 116, 1)), (1024, (2 * 64, 64, 1))):
-        q = torch.zeros(1, tokens, 8, DIM, dtype=torch.bfloat16)
+    """Of a short call, which clusters would share, too; above 128 channels by pairs of blocks."""
+    for dim, tokens, expected in (
+        (DIM, 4096, (132, 131, 116, 1)),
+        (DIM, 1024, (2 * 64, 64, 64, 1)),
+        (256, 4096, (2 * 8 * 32, 130, 116, 2)),
+        (200, 512, (2 * 64, 64, 64, 2)),
+    ):
+        q = torch.zeros(1, tokens, 8, dim, dtype=torch.bfloat16)
         lse = torch.zeros((1, 8, tokens))
-        for margin, blocks in zip((0, 16, 1 << 20), expected, strict=True):
+        for margin, blocks in zip((0, 1, 16, 1 << 20), expected, strict=True):
             kvlab.attention_backward(q, q, q, q, q, lse, causal=True, sm_margin=margin)
             assert gpu.launches[-2].grid == (blocks, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "dim", "causal", "variable", "expected"),
+    [
+        (4, 2048, 128, True, False, True),
+        (8, 1025, 64, True, False, True),
+        (8, 1024, 64, True, False, False),
+        (4, 2049, 128, True, False, False),
+        (1, 2048, 128, True, False, False),
+        (3, 2048, 128, True, False, False),
+        (4, 2048, 256, True, False, False),
+        (4, 2048, 128, False, False, False),
+        (4, 2048, 128, True, True, False),
+    ],
+)
+def test_gradients_of_many_heads_of_medium_length_are_made_in_order(
+    gpu: StandInGpu, batch: int, tokens: int, dim: int, causal: bool, variable: bool, expected: bool
+) -> None:
+    q, kv = (torch.zeros(batch, tokens, h, dim, dtype=torch.bfloat16) for h in (32, 8))
+    lse = torch.zeros(batch, 32, tokens)
+    if variable:
+        bounds = torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32)
+        q, kv, lse = q.flatten(0, 1), kv.flatten(0, 1), torch.zeros(32, batch * tokens)
+        sizes = bounds, bounds, tokens, tokens
+        kvlab.attention_varlen_backward(q, q, kv, kv, q, lse, *sizes, causal=causal)
+    else:
+        kvlab.attention_backward(q, q, kv, kv, q, lse, causal=causal)
+    made, *launches = gpu.launches
+    assert call_in(made, tile_list._CALL)["in_order"] == expected
+    assert call_in(launches[0], attention_backward._CALL)["deterministic"] == expected
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -16,6 +16,7 @@ from kvlab.ops.cuda.tile_list import PART_BYTES, ROWS, heads_of_tile
 from kvlab.reference.grouped_tiles import (
     ENTRY,
     KEYS_PART,
+    LAST_PARTS,
     MIN_KEYS,
     grouped_tiles,
     tiles_of_backward,
@@ -155,6 +156,23 @@ def test_a_part_that_is_missing_is_found() -> None:
     assert seen(tiles, 1, 4, True) == whole
     assert seen(tiles[1:], 1, 4, True) != whole
     assert seen(np.concatenate([tiles, tiles[:1]]), 1, 4, True) != whole
+
+
+def test_the_last_tiles_of_each_section_are_split() -> None:
+    """No more than asked for, by length alone: of many equally long ones none."""
+    shape = {"pack": 1, "positions": 8, "entries": 2, "block_n": 8, "paired": True}
+    own = ([[48], [32]], [[400], [1200]], [1200], 2, 1)
+    whole = grouped_tiles(*own, causal=True, **shape)
+    for last, sections, splits in ((1, 2, 1), (2, 2, 2), (5, 2, 5), (1, 1, 0), (2, 1, 1)):
+        tiles = grouped_tiles(*own, causal=True, last_tiles=last, sections=sections, **shape)
+        assert seen(tiles, 1, 8, True) == seen(whole, 1, 8, True)
+        parts = tiles[tiles["num_parts"][:, 0] > 1]
+        for head in range(2):
+            of_head = parts[parts["head_kv"][:, 0] == head]
+            assert set(of_head["num_parts"][:, 0]) <= {LAST_PARTS}
+            assert len(of_head) == LAST_PARTS * splits
+    alike = grouped_tiles(*own, causal=False, last_tiles=2, sections=2, **shape)
+    assert (alike["num_parts"] == 1).all()
 
 
 def test_a_part_of_a_tile_of_keys_is_as_large_as_the_kernel_says() -> None:

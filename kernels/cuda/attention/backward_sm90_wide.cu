@@ -3,9 +3,10 @@
 // often. So two CTAs, a cluster, have 128 keys between them: they exchange dS, and each adds up half of dQ.
 //
 // Threads and data
-//   cluster  a tile of the list: 128 keys of one (sequence, KV head), all rows that see any of them, 64 at a
-//            time. CLUSTER_SPLIT pairs of CTAs share these steps evenly, the two of a pair in step. dK and dV
-//            of the pairs are added up at the end, as attention/backward_sm90.cu says.
+//   cluster  a tile of the list, with PERSISTENT one after the other, taken by a semaphore: 128 keys of one
+//            (sequence, KV head), all rows that see any of them, 64 at a time. CLUSTER_SPLIT pairs of CTAs
+//            share these steps evenly, the two of a pair in step. dK and dV of the pairs are added up at the
+//            end, as attention/backward_sm90.cu says.
 //   CTA      64 of the keys: attention/backward.cuh. Of dQ it has half of the channels, summed over 128 keys.
 //   warps 0-3   warp 0 loads, as attention/backward_sm90.cuh says; a thread each of warps 1 and 2 adds dQ of
 //            a warpgroup to the workspace.
@@ -24,11 +25,16 @@
 // each; stats, mbarriers and the tile. Registers: 64 of dK, 64 of dV, 32 of dQ, 32 of S or dP.
 //
 // Macros: HEAD_DIM, 256, that the channels are filled up to with zeros; BF16; SOFTCAP as in
-// attention/forward.cu; CLUSTER_SPLIT, 1, 2 or 4; DETERMINISTIC, 1 for the same bits every time (0 if it is
-// not given).
+// attention/forward.cu; CLUSTER_SPLIT, 1, 2 or 4; DETERMINISTIC, 1 for the same bits every time; PERSISTENT,
+// 1 where there may be fewer clusters than tiles, with a CLUSTER_SPLIT of 1, which takes a sixth longer
+// (both 0 if they are not given).
+#ifndef PERSISTENT
+#define PERSISTENT 0
+#endif
 #include "attention/backward_sm90.cuh"
 #include "attention/backward_steps_sm90.cuh"
 
+static_assert(!PERSISTENT || CLUSTER_SPLIT == 1, "pairs that share keys have one tile");
 static_assert(HEAD_DIM == 256, "a warpgroup has one of four blocks of 64 channels of dQ");
 
 // What a CTA of a pair has beside Memory.
@@ -198,10 +204,12 @@ __device__ __forceinline__ void reduce_dk_dv(const Memory& m, const Call& call, 
     cluster_reduce(call.dv, call, w.s, w.head, w.first_key, m.k, 1.f);
 }
 
-// The work of warps 4-7 (GROUP 0) or 8-11 (1).
+// The work of warps 4-7 (GROUP 0) or 8-11 (1) on a tile. `state` is that of Q, `parity` of what has one
+// stage.
 template <int GROUP>
 __device__ __forceinline__ void compute(const Memory& m, const Pair& pair, const Call& call,
-                                        const TileInfo& t, float (&dk)[SUMS], float (&dv)[SUMS]) {
+                                        const TileInfo& t, u32 keys_parity, PipelineState<Q_STAGES>& state,
+                                        u32& parity, float (&dk)[SUMS], float (&dv)[SUMS]) {
     const WorkTileInfo work = find_work_tile(call, t, pair.rank);
     const SeqInfo& s = work.s;
     const RowRange rows = find_row_range(call, s, work.first_key);
@@ -218,15 +226,13 @@ __device__ __forceinline__ void compute(const Memory& m, const Pair& pair, const
     float dq[32], scores[SCORES];  // scores: S, or dP
 #pragma unroll
     for (int i = 0; i < SUMS; ++i) dk[i] = dv[i] = 0.f;
-    PipelineState<Q_STAGES> state = {0, 0};
-    u32 parity = 0;  // of what has one stage
     Steps at = find_steps(call, t);
-    wait_barrier(m.full_keys, 0);
-    wait_barrier(pair.full_k, 0);
+    wait_barrier(m.full_keys, keys_parity);
+    wait_barrier(pair.full_k, keys_parity);
     if (GROUP == 0) {
-        if (at.more(t)) wait_barrier(m.full_q, 0);
+        if (at.more(t)) wait_barrier(m.full_q + 8 * state.stage, state.parity);
         begin_products();
-        multiply_channels(scores, k, q);
+        multiply_channels(scores, k, q + state.stage * ROW_BYTES / 16);
     }
     while (at.more(t)) {
         const int stage = state.stage, row = at.row(t);
@@ -320,9 +326,10 @@ __device__ __forceinline__ void compute(const Memory& m, const Pair& pair, const
     if (GROUP == 0) wait_products<0>(scores);
 }
 
-// Loads all that the CTA reads; one thread.
+// Loads all that the CTA reads for a tile; one thread.
 __device__ __forceinline__ void load(const Memory& m, const Pair& pair, const Maps& maps, const Call& call,
-                                     const TileInfo& t) {
+                                     const TileInfo& t, PipelineState<Q_STAGES>& q,
+                                     PipelineState<DOUT_STAGES>& dout) {
     const WorkTileInfo work = find_work_tile(call, t, pair.rank);
     const TmaCoord of_keys = key_coord_of(call, work.s);
     expect_bytes(pair.full_k, 2 * KEY_BLOCK);
@@ -336,8 +343,6 @@ __device__ __forceinline__ void load(const Memory& m, const Pair& pair, const Ma
         copy_box(m.k + at, maps.k, m.full_keys, of_keys, 64 * block, work.first_key, work.head);
         copy_box(m.v + at, maps.v, m.full_keys, of_keys, 64 * block, work.first_key, work.head);
     }
-    PipelineState<Q_STAGES> q = {0, 1};  // a stage is empty before the first phase of its barrier
-    PipelineState<DOUT_STAGES> dout = {0, 1};
     for (Steps at = find_steps(call, t); at.more(t); at.next(call, t)) {
         const Tile rows = {at.head, at.row(t)};
         wait_barrier(m.empty_q + 8 * q.stage, q.parity);
@@ -350,32 +355,77 @@ __device__ __forceinline__ void load(const Memory& m, const Pair& pair, const Ma
     }
 }
 
-// Adds a warpgroup's dQ to the workspace, step after step; one thread. In a deterministic call it waits for
-// its turn before dQ is there, and passes it on when the addition is complete.
+// Where a step's part of dQ lies in the workspace, and who comes before.
+struct DqPart {
+    float* to;
+    u32* semaphore;
+    u32 before;
+};
+__device__ __forceinline__ DqPart dq_part_of(const Call& call, const TileInfo& t, const Steps& at,
+                                             int block) {
+    const int row = at.row(t);
+    const i64 workspace_row = at.head * call.rows + find_workspace_row(call, t) + row;
+    return {call.dq_accum + workspace_row * HEAD_DIM + block * (SUM_BYTES / 4),
+            call.dq_semaphore + workspace_row / 16 + block, (u32)count_tiles_before(call, t, row)};
+}
+
+// Adds a warpgroup's dQ of a tile to the workspace, step after step; one thread. In a deterministic call it
+// waits for its turn before dQ is there, and passes it on when the addition is complete; meanwhile it looks
+// whether the next turn has come. That look acquires nothing: an addition depends on what it saw, and reads
+// nothing that others wrote.
 __device__ __forceinline__ void add_dq(const Memory& m, const Pair& pair, const Call& call, const TileInfo& t,
-                                       int group) {
-    const i64 first_row = find_workspace_row(call, t);
+                                       int group, PipelineState<Q_STAGES>& state) {
     const int block = 2 * pair.rank + group;
-    PipelineState<Q_STAGES> state = {0, 0};
-    for (Steps at = find_steps(call, t); at.more(t); at.next(call, t), state.next()) {
-        const int row = at.row(t), before = count_tiles_before(call, t, row);
-        const i64 workspace_row = at.head * call.rows + first_row + row;
-        u32* const semaphore = call.dq_semaphore + workspace_row / 16 + block;
+    Steps at = find_steps(call, t);
+    u32 seen = ~0u;
+#pragma unroll 1
+    while (at.more(t)) {
+        const DqPart part = dq_part_of(call, t, at, block);
         bool first = false;
-        if (DETERMINISTIC) wait_semaphore(semaphore, before), first = FIRST_STORES && before == 0;
-        const bool stored = DETERMINISTIC || !FIRST_STORES || is_stored(semaphore);
+        if (DETERMINISTIC) {
+            if (seen != part.before) wait_semaphore(part.semaphore, part.before);
+            first = FIRST_STORES && part.before == 0;
+        }
+        const bool stored = DETERMINISTIC || !FIRST_STORES || is_stored(part.semaphore);
         wait_barrier(pair.staged(group, state.stage), state.parity);
-        if (!stored) first = is_first(semaphore);
-        bring_floats(call.dq_accum + workspace_row * HEAD_DIM + block * (SUM_BYTES / 4),
-                     m.q + state.stage * ROW_BYTES + group * SUM_BYTES, SUM_BYTES, first);
+        if (!stored) first = is_first(part.semaphore);
+        bring_floats(part.to, m.q + state.stage * ROW_BYTES + group * SUM_BYTES, SUM_BYTES, first);
         wait_additions_read();
         arrive(m.empty_q + 8 * state.stage);
+        at.next(call, t), state.next();
         if (DETERMINISTIC || first) {
+            if (DETERMINISTIC && at.more(t))
+                asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];"
+                             : "=r"(seen)
+                             : "l"(dq_part_of(call, t, at, block).semaphore)
+                             : "memory");
             wait_additions();
-            release_semaphore(semaphore);
+            release_semaphore(part.semaphore);
         }
     }
     wait_additions();  // shared memory must not go before it is read
+}
+
+// Takes a tile from the list for both CTAs; one thread. A cluster also makes a fetch that gives it none, so
+// the last fetch of all, which sets the semaphore to 0 again, is known by its number.
+__device__ __forceinline__ void take_tile(const Call& call, TileInfo& to) {
+    const int index = atomicAdd(call.semaphore, 1), count = call.list->num_tiles;
+    if (index == count + (int)gridDim.x / CLUSTER - 1) *call.semaphore = 0;
+    const TileInfo* const found = find_tile(call, index);
+    if (found)
+        to = *found;
+    else
+        to.sequence = -1;
+    const int* const words = (const int*)&to;
+    const u32 remote = remote_address(shared_address(&to));
+#pragma unroll
+    for (int i = 0; i < (int)sizeof(TileInfo) / 4; ++i)
+        asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(remote + 4 * i), "r"(words[i]) : "memory");
+}
+
+// Whether the cluster has a tile of this number.
+__device__ __forceinline__ bool has_tile(const TileInfo* tiles, u32 number) {
+    return (PERSISTENT || number == 0) && tiles[number % 2].sequence >= 0;
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
@@ -385,36 +435,60 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     extern __shared__ unsigned char memory[];
     __shared__ __align__(16) float stats[STATS];
     __shared__ __align__(8) u64 barriers[BARRIERS + PAIR_BARRIERS];
-    __shared__ TileInfo tile;
+    __shared__ TileInfo tiles[2];  // this and the next
     const Maps maps = {&q_map, &k_map, &v_map, &dout_map};
     const Memory m = layout_memory((shared_address(memory) + 1023) & ~1023u, shared_address(stats),
                                    shared_address(barriers));
     const Pair pair = layout_pair(m, shared_address(barriers + BARRIERS));
-    const TileInfo* const of_list = find_tile(call, blockIdx.x / CLUSTER);
-    if (!of_list) return;
-    if (threadIdx.x == 0) init_barriers(m, pair), tile = *of_list;
-    sync_cluster();  // barriers of both CTAs of a pair are initialised, the tile is here
+    if (threadIdx.x == 0) {
+        init_barriers(m, pair);
+        const TileInfo* const first = find_tile(call, blockIdx.x / CLUSTER);
+        tiles[0].sequence = -1;
+        if (!PERSISTENT && first) tiles[0] = *first;
+    }
+    sync_cluster();  // barriers of both CTAs of a pair are initialised
+    if (PERSISTENT) {
+        if (threadIdx.x == 0 && pair.rank == 0) take_tile(call, tiles[0]);
+        sync_cluster();  // the tile is here
+    }
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        if (threadIdx.x == 0)
-            load(m, pair, maps, call, tile);
-        else if (threadIdx.x == 32 || threadIdx.x == 64)
-            add_dq(m, pair, call, tile, threadIdx.x / 32 - 1);
-        if (CLUSTER_SPLIT > 1) sync_cluster(), sync_cluster(), sync_cluster();  // of reduce_dk_dv
+        PipelineState<Q_STAGES> q = {0, 1}, dq = {0, 0};  // a stage is empty before the first phase of its
+        PipelineState<DOUT_STAGES> dout = {0, 1};         // barrier
+#pragma unroll 1
+        for (u32 number = 0; has_tile(tiles, number); ++number) {
+            const TileInfo& tile = tiles[number % 2];
+            if (threadIdx.x == 0) {
+                load(m, pair, maps, call, tile, q, dout);
+                if (PERSISTENT && pair.rank == 0) take_tile(call, tiles[number % 2 ^ 1]);
+            } else if (threadIdx.x == 32 || threadIdx.x == 64) {
+                add_dq(m, pair, call, tile, threadIdx.x / 32 - 1, dq);
+            }
+            if (CLUSTER_SPLIT > 1) sync_cluster(), sync_cluster(), sync_cluster();  // of reduce_dk_dv
+            sync_cluster();
+        }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         const int group = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0) - 1;  // uniform, for the compiler
-        float dk[SUMS], dv[SUMS];
-        if (group == 0)
-            compute<0>(m, pair, call, tile, dk, dv);
-        else
-            compute<1>(m, pair, call, tile, dk, dv);
-        if (CLUSTER_SPLIT > 1)
-            reduce_dk_dv(m, call, tile, dk, dv, pair.rank, group);
-        else
-            finish_keys(call, tile, dk, dv, pair.rank, 128 * group);
+        PipelineState<Q_STAGES> q = {0, 0};
+        u32 parity = 0;
+#pragma unroll 1
+        for (u32 number = 0; has_tile(tiles, number); ++number) {
+            const TileInfo& tile = tiles[number % 2];
+            float dk[SUMS], dv[SUMS];
+            if (group == 0)
+                compute<0>(m, pair, call, tile, number % 2, q, parity, dk, dv);
+            else
+                compute<1>(m, pair, call, tile, number % 2, q, parity, dk, dv);
+            if (CLUSTER_SPLIT > 1)
+                reduce_dk_dv(m, call, tile, dk, dv, pair.rank, group);
+            else
+                finish_keys(call, tile, dk, dv, pair.rank, 128 * group);
+            // The next tile is here; shared memory must not be loaded anew, nor go, before the other has read
+            // it, and written and signalled to it.
+            sync_cluster();
+        }
     }
-    sync_cluster();  // shared memory must not go before the other has written and signalled to it
 }
 
 // clang-format off
@@ -423,4 +497,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 // gate: HEAD_DIM=256 BF16=1 SOFTCAP=0 CLUSTER_SPLIT=1,2,4 FIRST_STORES=1 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=256 BF16=1,0 SOFTCAP=0 CLUSTER_SPLIT=1,2,4 DETERMINISTIC=1 FIRST_STORES=1 registers<=168 arch=sm_90a
 // gate: HEAD_DIM=256 BF16=1 SOFTCAP=1 CLUSTER_SPLIT=1 DETERMINISTIC=1 FIRST_STORES=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=256 BF16=1,0 SOFTCAP=0,1 CLUSTER_SPLIT=1 PERSISTENT=1 registers<=168 arch=sm_90a
+// gate: HEAD_DIM=256 BF16=1 SOFTCAP=0,1 CLUSTER_SPLIT=1 DETERMINISTIC=1 FIRST_STORES=1 PERSISTENT=1 registers<=168 arch=sm_90a
 // clang-format on

@@ -9,7 +9,8 @@
 #include "attention/backward_cluster.cuh"
 
 // Steps of a run: so many runs to a head; at least; at most, in a deterministic call.
-constexpr int RUNS = 8, SHORTEST_RUN = !DETERMINISTIC ? 8 : HEAD_DIM == 64 ? 2 : 4;
+constexpr int RUNS = DETERMINISTIC && HEAD_DIM == 256 ? 16 : 8;
+constexpr int SHORTEST_RUN = !DETERMINISTIC ? 8 : HEAD_DIM == 64 ? 2 : 4;
 constexpr int LONGEST_RUN = !DETERMINISTIC ? 1 << 30 : HEAD_DIM == 64 ? 2 : 8;
 
 // The steps of a CTA in a tile: a run of rows of every query head of the group, then the next run. Q, dout

@@ -5,14 +5,15 @@
 // group; paired, those of a sequence that see most keys come first, whatever their groups, so that tiles of K
 // and V are loaded for as many rows as they can be. Sections and their order are those of
 // attention/tile_list.cu. Where there are fewer tiles than blocks could take, long ones are split over keys
-// into parts.
+// into parts. Where K and V of a pair do not fit into L2, the last tiles of a section are: so blocks come to
+// the next section one after the other and follow each other closely, each over keys that L2 still has.
 //
 // Threads and data
 //   CTA    a section: blockIdx.x. 1024 threads find the chunks of every tile of a sequence (once for all
 //          heads, in `order`), then count parts by length, which gives each its rank, then write each. Where
-//          tiles may be split, their lengths are added up before.
+//          tiles may be split, their lengths are added up, or counted, before.
 //
-// Memory: shared, that of attention/list_items.cuh, and `order` and `tile_parts` of short sections, 18 KB;
+// Memory: shared, that of attention/list_items.cuh, and `order` and `tile_parts` of short sections, 22 KB;
 // those of long ones and `bases` in memory are written and read by a CTA alone, or by several with the same
 // values.
 #include "attention/grouped_tiles.cuh"
@@ -20,14 +21,16 @@
 #include "common/early_launch.cuh"
 
 constexpr int MAX_GROUPS = 16, MAX_ENTRIES = 3, GROUP_BIT = 27;
-constexpr int MIN_KEYS = 8;  // tiles of keys of a part, at least
+constexpr int MIN_KEYS = 8;    // tiles of keys of a part, at least
+constexpr int LAST_PARTS = 3;  // of one of the last tiles of a section, at most
 
 constexpr int SHORT =
     512;  // tiles of a KV head in a section whose `order` and `tile_parts` are shared memory
 
 // Where the parts of a tile go, for all heads of a section.
 struct TileParts {
-    int keys, parts, counter, rank, full_rank, slot;  // full_rank: of all parts but the last
+    int keys, full, parts;                             // full: tiles of keys of a part but the last
+    int counter, rank, full_counter, full_rank, slot;  // of the last part; of the others
 };
 
 struct Call {
@@ -35,13 +38,14 @@ struct Call {
     const int* prefix_lens[MAX_GROUPS];  // [sequences]
     const int* cu_k;
     TileList* list;
-    int* arrivals;          // [most_parts, entries]
+    int* arrivals;          // [parts, entries]
     int* bases;             // [sequences], tiles of a KV head of all sequences before
     int* order;             // [tiles of a KV head, entries], group and chunk, -1: none
     TileParts* tile_parts;  // [capacity], for each section those of its tiles of a KV head
     int capacity, sequences, groups, heads_kv, group, pack, positions, entries, block_n;
-    int longest;                             // tiles of keys, at least as many as a tile has
-    int causal, paired, blocks, most_parts;  // blocks: 0: tiles are not split
+    int longest;                 // tiles of keys, at least as many as a tile has
+    int causal, paired, blocks;  // blocks: 0: not all tiles may be split
+    int last;                    // tiles at the end of a section that are split, at most
 };
 
 __device__ __forceinline__ int rows_of(const Call& call, int g, int b) {
@@ -189,9 +193,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_grouped_list(const __
     const auto tiles = [&](int b) { return tiles_of(call, b); };
     const int skipped = units_of(call, first, 0, begin).count;  // of the first sequence, in earlier sections
     const int units = call.heads_kv * (call.group / call.pack);
-    const int tiles_before =
+    const int whole_before =
         base * units + (begin > first * call.heads_kv ? tiles_of(call, first) * skipped : 0);
-    TileParts* const tile_parts = is_short ? short_tile_parts : call.tile_parts + tiles_before;
+    const int tiles_before = whole_before + blockIdx.x * call.last * (LAST_PARTS - 1);
+    TileParts* const tile_parts = is_short ? short_tile_parts : call.tile_parts + whole_before;
     const auto parts_of_tile = [&](int b, int tile) -> TileParts& {
         return tile_parts[call.bases[b] - base + tile];
     };
@@ -211,31 +216,58 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_grouped_list(const __
         if (2 * m.sums[32] < 3 * call.blocks)
             full = max(MIN_KEYS, (keys_of_all + call.blocks - 1) / call.blocks);
     }
-    const int full_counter = counter_of(min(full, call.longest), call.longest);
+
+    // The first counter behind which there are no more than the last tiles.
+    int split_from = THREADS, room = 0;  // room: tiles that the section has place for in the list
+    if (call.last) {
+        for_items(m, first, last, tiles, [&](int b, int tile) {
+            const int keys = most_keys_of(call, b, entries_of(b, tile));
+            const int counter = counter_of((keys + call.block_n - 1) / call.block_n, call.longest);
+            atomicAdd(&m.counters[counter], units_of(call, b, begin, end).count);
+        });
+        const int longer = scan(m.counters[threadIdx.x], m.sums);
+        split_from -= __syncthreads_count(m.sums[32] - longer <= call.last);
+        room = m.sums[32] + call.last * (LAST_PARTS - 1);
+        m.counters[threadIdx.x] = 0;
+        __syncthreads();  // counters are 0 again
+    }
+
     for_items(m, first, last, tiles, [&](int b, int tile) {
         const int keys = most_keys_of(call, b, entries_of(b, tile));
         const int num_tiles = (keys + call.block_n - 1) / call.block_n;
-        const int before_last = max(0, num_tiles - MIN_KEYS) / full, parts = before_last + 1;
+        const bool is_last = counter_of(num_tiles, call.longest) >= split_from;
+        TileParts split = {keys, is_last ? max(MIN_KEYS, (num_tiles + LAST_PARTS - 1) / LAST_PARTS) : full};
+        const int before_last = max(0, num_tiles - MIN_KEYS) / split.full;
         const int count = units_of(call, b, begin, end).count;
-        const int counter = counter_of(num_tiles - before_last * full, call.longest);
-        TileParts split = {keys, parts, counter, atomicAdd(&m.counters[counter], count), 0, 0};
+        split.parts = before_last + 1;
+        split.counter = counter_of(num_tiles - before_last * split.full, call.longest);
+        split.rank = atomicAdd(&m.counters[split.counter], count);
         if (before_last) {
-            split.full_rank = atomicAdd(&m.counters[full_counter], before_last * count);
-            split.slot = atomicAdd(&parts_of_all, parts * count);
+            split.full_counter = counter_of(split.full, call.longest);
+            split.full_rank = atomicAdd(&m.counters[split.full_counter], before_last * count);
+            split.slot = blockIdx.x * call.last * LAST_PARTS + atomicAdd(&parts_of_all, split.parts * count);
         }
         parts_of_tile(b, tile) = split;
     });
 
     const int longer = scan(m.counters[threadIdx.x], m.sums);
+    const int written = tiles_before + m.sums[32], behind = max(written, tiles_before + room);
     if (threadIdx.x == 0 && blockIdx.x + 1 == gridDim.x) {
-        call.list->num_tiles = min(tiles_before + m.sums[32], call.capacity);
+        call.list->num_tiles = min(behind, call.capacity);
         call.list->semaphore = 0;
     }
     m.counters[threadIdx.x] = tiles_before + longer;
     __syncthreads();  // counters say where tiles go
 
-    // A thread writes an entry; for all heads the same tile comes one after the other.
+    // A thread writes an entry; for all heads the same tile comes one after the other. Places of parts that
+    // there are not hold tiles without rows and keys.
     GroupedTile* const list = (GroupedTile*)(call.list + 1);
+    for (int i = written * call.entries + threadIdx.x; i < min(behind, call.capacity) * call.entries;
+         i += THREADS) {
+        GroupedTile t = make_entry(call, first, 0, 0, 0, false);
+        t.first_key = t.loaded_keys = t.part = t.slot = 0, t.num_parts = 1;
+        list[i] = t;
+    }
     const auto all_entries = [&](int b) {
         return tiles_of(call, b) * units_of(call, b, begin, end).count * call.entries;
     };
@@ -246,7 +278,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_grouped_list(const __
         const int* const entries = entries_of(b, tile);
         const TileParts split = parts_of_tile(b, tile);
         const int last_at = m.counters[split.counter] + split.rank;
-        const int full_at = m.counters[full_counter] + split.full_rank;
+        const int full_at = m.counters[split.full_counter] + split.full_rank;
         const bool present = entries[i] >= 0;
         GroupedTile t = make_entry(call, b, unit, own.first_head, present ? entries[i] : entries[0], present);
         const int last_key = t.last_key;
@@ -257,8 +289,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_grouped_list(const __
             const int at = is_last ? last_at + unit : full_at + unit * (split.parts - 1) + part;
             if (at >= call.capacity) return;
             t.part = part;
-            t.first_key = part * full * call.block_n;
-            t.loaded_keys = is_last ? split.keys : (part + 1) * full * call.block_n;
+            t.first_key = part * split.full * call.block_n;
+            t.loaded_keys = is_last ? split.keys : (part + 1) * split.full * call.block_n;
             t.last_key = present ? min(last_key, t.loaded_keys) : t.first_key;
             list[(i64)at * call.entries + i] = t;
         }

@@ -80,30 +80,32 @@ def attend(call: GroupedCall, arrays: GroupedArrays, _addresses: Any) -> tuple[l
         ]
         return [out for out, _ in results], [lse for _, lse in results]
     starts = np.cumsum([0, *(len(q) for q in views)])
-    q = np.concatenate(views)
     keys = np.stack(lens)  # (groups, sequences)
     rows = np.stack([np.diff(x) for x in cu_q])
-    order, limits = np.arange(len(q)), np.empty(0, np.int64)
+    limits = np.empty(0, np.int64)
     if call.implementation == "listed":
         first_row = np.stack([x[:-1] + start for x, start in zip(cu_q, starts, strict=False)])
         places = np.zeros((rows.size, 5), np.int64)
         places[:, 1], places[:, 2], places[:, 4] = first_row.ravel(), rows.ravel(), keys.ravel()
         places[:, 3] = np.tile(cu_k[:-1], len(views))
+        own: list[Any] = [slice(*starts[g : g + 2]) for g in range(len(views))]
     else:
         order, limits = _by_keys(rows, keys, call.scores.right == 0)
         places = np.zeros((rows.shape[1], 5), np.int64)
         places[:, 2] = rows.sum(axis=0)
         places[:, 1] = np.cumsum(places[:, 2]) - places[:, 2]
         places[:, 3], places[:, 4] = cu_k[:-1], keys.max(axis=0)
-    all_rows = Views(q[order][None], k[None], v[None], places)
+        own = np.split(np.argsort(order), starts[1:-1])
+    # Rows of all groups, and which of them are a group's own.
+    q = np.empty((starts[-1], *views[0].shape[1:]), views[0].dtype)
+    for place, x in zip(own, views, strict=True):
+        q[place] = x
+    all_rows = Views(q[None], k[None], v[None], places)
     found, logs = attend_places(all_rows, call.scores, limits, alone=not worth_sharing(all_rows, products=1))
-    out, lse = np.empty_like(found[0]), np.empty_like(logs[0])
-    out[order], lse[:, order] = found[0], logs[0]
     first = arrays.q_groups[0]
-    spans = [slice(*starts[g : g + 2]) for g in range(len(views))]
     return (
-        [like_first(out[span], first) for span in spans],
-        [like_first(np.ascontiguousarray(lse[:, span]), first) for span in spans],
+        [like_first(found[0][place], first) for place in own],
+        [like_first(np.ascontiguousarray(logs[0][:, place]), first) for place in own],
     )
 
 
@@ -119,7 +121,7 @@ def attend_backward(
     cu_q, cu_k, lens = lengths_of(call, arrays)
     dq_groups = []
     sums = [np.zeros((call.sizes["total_k"], call.sizes["Hk"], call.sizes["D"]), np.float32) for _ in "kv"]
-    for g, (q, dout, out, lse) in enumerate(zip(arrays.q_groups, *results, strict=True)):
+    for g, (q, dout, out, lse) in enumerate(zip(arrays.q_groups, *results[:3], strict=True)):
         sequences = _sequences_of(call, cu_q[g], cu_k, lens[g])
         dq, *of_keys = differentiate_one(
             dout, q, arrays.k, arrays.v, out, lse, sequences, call.scores, deterministic=True

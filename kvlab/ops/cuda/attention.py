@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvlab.device import compute_capability
 from kvlab.jit.build import arch_of, build
-from kvlab.jit.launch import Kernel, PreparedLaunch, load
-from kvlab.jit.structs import ADDRESS, TENSOR, Struct, words_of
+from kvlab.jit.launch import Kernel, PreparedLaunch, PreparedLaunches, load
+from kvlab.jit.structs import ADDRESS, TENSOR, Struct, places_of
 from kvlab.ops.array_kinds import allocator, stream_of
 from kvlab.ops.attention_arguments import (
     can_be_mapped,
@@ -80,7 +80,7 @@ def attend(call: Call, addresses: Sequence[int], return_lse: bool) -> tuple[Any,
     out, lse : array
         As `kvlab.ops.cpu.attention.attend`; lse is None unless it was asked for.
     """
-    return _prepare(call, HOPPER)(addresses, return_lse)
+    return _prepare(call, HOPPER).attend(addresses, return_lse)
 
 
 def attend_into(call: Call, addresses: Sequence[int]) -> bool:
@@ -97,9 +97,9 @@ def attend_into(call: Call, addresses: Sequence[int]) -> bool:
     prepared = _prepare_into(call) if HOPPER else None
     if prepared is None:
         return False
-    launch, stream = prepared
+    kernel, stream = prepared
     q, k, v, out, lse, *bounds = addresses
-    launch((q, k, v, *bounds), out, lse, stream())
+    kernel.launch((q, k, v, *bounds), out, lse, stream())
     return True
 
 
@@ -123,20 +123,24 @@ class _Prepared:
         q, k, v = call.views[:3]
         *rows, heads, _ = q.shape
         kind = call.kinds[0]
-        self._new_out = allocator(q.shape, q.dtype, kind)
-        self._new_lse = allocator((*rows[:-1], heads, rows[-1]), "float32", kind)
+        results = (q.shape, q.dtype), ((*rows[:-1], heads, rows[-1]), "float32")
+        self._new_out, self._new_both = allocator(kind, results[0]), allocator(kind, *results)
         self._stream = stream_of(kind)
         mapped = hopper and compute_capability(q.device) == (9, 0) and lengths_of(call)[0] > 0
         aligned = q.dtype != "float32" and all(map(is_aligned, (q, k, v)))
-        self._launch = (
+        kernel = (
             HopperAttention(call)
             if mapped and aligned and all(map(can_be_mapped, (q, k, v)))
             else _PortableAttention(call, aligned)
         )
+        self._launch = kernel.launch
 
-    def __call__(self, addresses: Sequence[int], return_lse: bool) -> tuple[Any, Any]:
-        out, out_address = self._new_out()
-        lse, lse_address = self._new_lse() if return_lse else (None, 0)
+    def attend(self, addresses: Sequence[int], return_lse: bool) -> tuple[Any, Any]:
+        """Return new results; arguments as in `attend`."""
+        if return_lse:
+            (out, lse), (out_address, lse_address) = self._new_both()
+        else:
+            ((out,), (out_address,)), lse, lse_address = self._new_out(), None, 0
         self._launch(addresses, out_address, lse_address, self._stream())
         return out, lse
 
@@ -147,7 +151,7 @@ _prepare = lru_cache(maxsize=4096)(_Prepared)
 class _PortableAttention:
     """Calls of one kind on other GPUs, in float32, and of arrays that tensor copies cannot read.
 
-    Called as `HopperAttention`.
+    Launched as `HopperAttention`.
     """
 
     def __init__(self, call: Call, aligned: bool) -> None:
@@ -163,7 +167,6 @@ class _PortableAttention:
         fields |= {"lse_batch": heads * rows[-1], "lse_head": rows[-1]}
         fields |= {"variable": int(variable), "pack": pack, "positions": positions}
         argument = _CALL.array(fields)
-        self._words = words_of(argument)
         blocks, self._lists = 0, None
         if lengths[0]:
             bytes_of_keys = 2 * math.prod(k.shape) * (4 if q.dtype == "float32" else 2)
@@ -172,16 +175,17 @@ class _PortableAttention:
                 (fields["left"], fields["right"]), bytes_of_keys, variable, q.device,
             )  # fmt: skip
             blocks, self._lists = builder.capacity, TileLists(builder, variable, call.kinds[0])
-        self._launch = PreparedLaunch(plan.kernel, (blocks,), (plan.threads,), argument, plan.shared_bytes)
+        launch = PreparedLaunch(plan.kernel, (blocks,), (plan.threads,), argument, plan.shared_bytes)
+        self._launches = PreparedLaunches([launch], places_of(argument, _ADDRESS_WORDS))
         self._lock = Lock()
 
-    def __call__(self, addresses: Sequence[int], out: int, lse: int, stream: int) -> None:
+    def launch(self, addresses: Sequence[int], out: int, lse: int, stream: int) -> None:
+        """As `HopperAttention.launch`."""
         q, k, v, *bounds = addresses
         with self._lock:
             _kept, at, _, _ = self._lists.get(bounds, stream) if self._lists else (None, 0, 0, False)
-            for word, address in zip(_ADDRESS_WORDS, (q, k, v, out, lse, at), strict=True):
-                self._words[word] = address
-            self._launch(stream)
+            self._launches.write(stream, q, k, v, out, lse, at)
+            self._launches.run()
 
 
 @dataclass(frozen=True)

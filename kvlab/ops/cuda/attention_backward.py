@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,8 +22,8 @@ import numpy as np
 from kvlab.arrays import CudaView
 from kvlab.device import compute_capability
 from kvlab.jit.build import arch_of, build
-from kvlab.jit.launch import Kernel, PreparedLaunch, load
-from kvlab.jit.structs import ADDRESS, TENSOR, Struct, words_of
+from kvlab.jit.launch import Kernel, PreparedLaunch, PreparedLaunches, load
+from kvlab.jit.structs import ADDRESS, TENSOR, Struct, places_of, words_of
 from kvlab.ops.array_kinds import allocator, stream_of
 from kvlab.ops.attention_arguments import (
     MAP_WORDS,
@@ -72,12 +71,11 @@ FIELDS: dict[str, str] = dict(
 """Of the struct that the kernels take."""
 
 _CALL = Struct(**FIELDS)
-_LIST, _SEMAPHORE = _CALL.word("list"), _CALL.word("semaphore")
 _ADDRESS_WORDS = [
     _CALL.word(name)
     for name in (
-        "q", "k", "v", "dout", "out", "lse", "dq", "dk", "dv", "lse_log2", "dpsum", "dq_accum",
-        "dq_semaphore", "cu_q", "cu_k",
+        "dq", "dk", "dv", "lse_log2", "dpsum", "dq_accum", "dq_semaphore", "list", "semaphore",
+        "q", "k", "v", "dout", "out", "lse", "cu_q", "cu_k",
     )
 ]  # fmt: skip
 ALIGNED_ROWS = 128  # the workspace has this many rows, or a multiple, for a sequence; see `Plan`
@@ -138,7 +136,8 @@ HOPPER_SHAPES = {
 }
 LONG_STEPS = {128: HopperShape("attention/backward_sm90", 80, 128, 2, 2, 40 * 1024, 1)}
 """By head dimension, of calls that `has_long_steps` names."""
-_LONG, _SHORT = 8192, 1024  # rows; keys
+_LONG, _SHORT, _MEDIUM = 8192, 1024, 2048  # rows; keys
+_MANY_HEADS = 128  # of all sequences
 HOPPER_THREADS = 384
 
 # The kernel for float32: by head dimension, keys and rows of a tile.
@@ -164,7 +163,7 @@ class Plan:
     threads: int
     shared_bytes: int
     box: int  # rows that a tensor copy of q and dout brings; 0 if the kernel does not use them
-    persistent: bool = False  # whether a block takes one tile after the other
+    persistent: bool = False  # whether a block, or cluster, takes one tile after the other
     aligned_rows: int = ALIGNED_ROWS
 
 
@@ -173,7 +172,7 @@ def attend_backward(call: Call, addresses: Sequence[int]) -> tuple[Any, Any, Any
 
     `addresses` are those of q, k, v, dout, out and lse and, if lengths are variable, of cu_seqlens.
     """
-    return _prepare(call, HOPPER)(addresses)
+    return _prepare(call, HOPPER).differentiate(addresses)
 
 
 class _Prepared:
@@ -191,16 +190,18 @@ class _Prepared:
         hopper = hopper and aligned and all(map(can_be_mapped, (q, k, v, dout)))
         fields = fields_of(q, k, lengths, call.scores) | _strides_of_lse(lse)
         tiles = tiles_of(dim, q.dtype, hopper, q.device)
-        largest = CLUSTER if hopper and not sm_margin else 1  # blocks of clusters do not persist
+        largest = CLUSTER if hopper and not sm_margin else 1  # blocks that share keys do not persist
         cluster_split = _cluster_split(tiles, q, k, lengths, fields, largest)
         capped = is_capped(call.scores)
+        if hopper and cluster_split == 1 and call.longest is None:
+            deterministic = deterministic or is_faster_in_order(dim, heads, lengths, fields)
         long_steps = hopper and cluster_split == 1
         long_steps = long_steps and has_long_steps(dim, capped, deterministic, lengths, fields)
         # Short calls gain by it; in long ones a block would look for each part whether it is the first.
         first_stores = hopper and (deterministic or (lengths[2] <= _SHORT and not long_steps))
         plan = plan_of(
             dim, q.dtype, capped, aligned, hopper, cluster_split, deterministic, q.device, 1, long_steps,
-            first_stores,
+            first_stores, sm_margin > 0,
         )  # fmt: skip
         tiles = (plan.box, *tiles[1:]) if long_steps else tiles
         aligned_rows = -(-longest_q // plan.aligned_rows) * plan.aligned_rows
@@ -220,76 +221,83 @@ class _Prepared:
         accum_nbytes = 4 * num_rows * plan.head_dim
         self._offsets = accum_nbytes, accum_nbytes + 4 * num_rows, 0, accum_nbytes + 8 * num_rows
         of_keys = "float32" if wide else q.dtype
-        self._new = [allocator(x.shape, t, kind) for x, t in ((q, q.dtype), (k, of_keys), (v, of_keys))]
-        self._new.append(allocator((num_rows * (plan.head_dim + 2) + semaphores,), "float32", kind))
+        workspace = (num_rows * (plan.head_dim + 2) + semaphores,), "float32"
+        self._new = allocator(
+            kind, (q.shape, q.dtype), (k.shape, of_keys), (v.shape, of_keys), workspace
+        )  # fmt: skip
         self._stream, self._lock = stream_of(kind), Lock()
 
         maps = ((q, plan.box), (k, plan.keys), (v, plan.keys), (dout, plan.box)) if plan.box else ()
         of_call = _CALL.array(fields).view(np.uint64)
         argument = np.concatenate([np.zeros(MAP_WORDS * len(maps), np.uint64), of_call])
         of_call = argument[MAP_WORDS * len(maps) :]
-        self._words, self._maps = (
-            words_of(of_call),
-            TensorMaps(words_of(argument), *(encoder_of(*x) for x in maps)),
-        )
+        self._maps = TensorMaps(words_of(argument), *(encoder_of(*x) for x in maps))
         blocks, self._lists = 0, None
         if number:
             persistent = plan.persistent and cluster_split == 1
-            sections = (
-                _num_sections(call, tiles, fields, plan.head_dim) if hopper and cluster_split == 1 else 1
-            )
-            builder = _list_builder(call, tiles, fields, sections)
+            sections = 1
+            if hopper and cluster_split == 1:
+                sections = _num_sections(call, tiles, fields, plan.head_dim, deterministic)
+            builder = _list_builder(call, tiles, fields, sections, deterministic)
             blocks = builder.capacity * cluster_split * tiles[2]
             self._lists = TileLists(builder, call.longest is not None, kind)
             if persistent:
-                blocks = min(blocks, max(1, multiprocessors(q.device) - sm_margin))
+                at_once = max(1, (multiprocessors(q.device) - sm_margin) // tiles[2])
+                blocks = min(blocks, at_once * tiles[2])
         around = (aligned_rows // PREPOST_ROWS, heads, number), (PREPOST_THREADS,), of_call
-        self._launches = (
+        launches = (
             PreparedLaunch(plan.preprocess, *around),
             PreparedLaunch(plan.main, (blocks,), (plan.threads,), argument, plan.shared_bytes),
             PreparedLaunch(plan.postprocess, *around),
         )
+        words = _ADDRESS_WORDS if call.longest is not None else _ADDRESS_WORDS[:-2]
+        places = [*places_of(argument, self._maps.begins), *places_of(of_call, words)]
+        self._launches = PreparedLaunches(launches, places)
 
-    def __call__(self, addresses: Sequence[int]) -> tuple[Any, Any, Any]:
-        new = [make() for make in self._new]
-        start, stream = new[3][1], self._stream()
-        given = addresses[:6], [address for _, address in new[:3]], [start + x for x in self._offsets]
+    def differentiate(self, addresses: Sequence[int]) -> tuple[Any, Any, Any]:
+        """Return new gradients; `addresses` as in `attend_backward`."""
+        (dq, dk, dv, _workspace), (dq_at, dk_at, dv_at, start) = self._new()
+        lse_log2, dpsum, dq_accum, dq_semaphore = self._offsets
+        stream, at, semaphore, maps = self._stream(), 0, 0, self._maps
         with self._lock:
-            for word, address in zip(_ADDRESS_WORDS, chain(*given, addresses[6:]), strict=False):
-                self._words[word] = address
-            self._maps.point_to(addresses[:4])
             if self._lists:
                 _kept, at, semaphore, _ = self._lists.get(addresses[:5:-1], stream)  # cu_seqlens_k, _q
-                self._words[_LIST], self._words[_SEMAPHORE] = at, semaphore
-            for launch in self._launches:
-                launch(stream)
+            mapped = addresses[: len(maps.begins)]
+            self._launches.write(
+                stream, *(mapped if maps.follow else maps.first_words(mapped)), dq_at, dk_at, dv_at,
+                start + lse_log2, start + dpsum, start + dq_accum, start + dq_semaphore, at, semaphore,
+                *addresses,
+            )  # fmt: skip
+            self._launches.run()
         # The workspace goes; what takes its memory comes after these launches on the stream.
-        return new[0][0], new[1][0], new[2][0]
+        return dq, dk, dv
 
 
 _prepare = lru_cache(maxsize=4096)(_Prepared)
 
 
 def _list_builder(
-    call: Call, tiles: tuple[int, int, int], fields: dict[str, Any], sections: int
+    call: Call, tiles: tuple[int, int, int], fields: dict[str, Any], sections: int, in_order: bool
 ) -> ListBuilder:
     """Return what makes the list of tiles: the forward's with rows and keys exchanged."""
     k, (number, longest_q, longest_k) = call.views[1], lengths_of(call)
     block_m, block_n, _ = tiles
     return ListBuilder(
         Tiling(1, block_n, block_m), (number, longest_k, longest_q), k.shape[0], k.shape[-2], 1,
-        (fields["right"], fields["left"]), 0, call.longest is not None, k.device, bool(call.extra & 1),
+        (fields["right"], fields["left"]), 0, call.longest is not None, k.device, in_order,
         sections,
     )  # fmt: skip
 
 
-def _num_sections(call: Call, tiles: tuple[int, int, int], fields: dict[str, Any], head_dim: int) -> int:
+def _num_sections(
+    call: Call, tiles: tuple[int, int, int], fields: dict[str, Any], head_dim: int, in_order: bool
+) -> int:
     """Return how many sections the list has where no blocks share keys."""
     k, (number, _, longest_k) = call.views[1], lengths_of(call)
     _, block_n, blocks = tiles
     return num_sections(
         number * k.shape[-2], -(-longest_k // block_n), fields["group"], head_dim,
-        multiprocessors(k.device) // blocks, fields["right"] < longest_k, bool(call.extra & 1),
+        multiprocessors(k.device) // blocks, fields["right"] < longest_k, in_order,
     )  # fmt: skip
 
 
@@ -318,6 +326,17 @@ def tiles_of(dim: int, dtype: str, hopper: bool, device: int) -> tuple[int, int,
         return block, block, 1
     shape = shape_for(_stored_dim(dim, SHAPES), compute_capability(device))
     return shape.block_m, shape.block_n, 1
+
+
+def is_faster_in_order(dim: int, heads: int, lengths: Lengths, call: dict[str, Any]) -> bool:
+    """Whether a call of fixed length on Hopper, whose blocks share no keys, is made as a deterministic one.
+
+    The dq of many heads of medium length is larger than L2; in order it need not be zeros first, and blocks
+    that add to the same rows follow each other. Measured on an H100.
+    """
+    number, _, keys = lengths
+    causal = call["right"] < keys
+    return causal and dim <= 128 and number * heads >= _MANY_HEADS and _SHORT < keys <= _MEDIUM
 
 
 def has_long_steps(
@@ -357,10 +376,13 @@ def plan_of(
     groups: int = 1,
     long_steps: bool = False,
     first_stores: bool = False,
+    leaves_some: bool = False,
 ) -> Plan:
-    """Choose the kernels; `hopper`: those for Hopper, whose tensor copies can bring q, k, v and dout; only
-    these have more than one group of queries, `groups` at most, long steps, and blocks the first of which
-    stores its part of dq."""
+    """Choose the kernels; `hopper`: those for Hopper, whose tensor copies can bring q, k, v and dout.
+
+    Only these have more than one group of queries, `groups` at most, long steps, blocks the first of which
+    stores its part of dq, and blocks that persist, above 128 channels where some multiprocessors are left.
+    """
     capability = compute_capability(device)
     arch = arch_of(*capability)
     if dtype == "float32":
@@ -377,10 +399,12 @@ def plan_of(
     macros["SOFTCAP"] = int(capped)
     if hopper:
         tiling = (LONG_STEPS if long_steps else HOPPER_SHAPES)[head_dim]
-        persistent = tiling.cluster == 1
         macros["CLUSTER_SPLIT"] = cluster_split
         if deterministic:
             macros["DETERMINISTIC"] = 1
+        persistent = tiling.cluster == 1 or leaves_some
+        if persistent and tiling.cluster > 1:
+            macros["PERSISTENT"] = 1
         main = load(build(tiling.source, macros, "sm_90a"), device=device)
         sizes = tiling.block_n, HOPPER_THREADS, tiling.shared_bytes(head_dim), tiling.block_m
         aligned_rows = 2 * tiling.block_m if long_steps else ALIGNED_ROWS

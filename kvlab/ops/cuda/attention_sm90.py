@@ -14,8 +14,8 @@ import numpy as np
 
 from kvlab.arrays import CudaView
 from kvlab.jit.build import build
-from kvlab.jit.launch import PreparedLaunch, load
-from kvlab.jit.structs import ADDRESS, Struct, words_of
+from kvlab.jit.launch import PreparedLaunch, PreparedLaunches, load
+from kvlab.jit.structs import ADDRESS, Struct, places_of, words_of
 from kvlab.ops.attention_arguments import (
     MAP_WORDS,
     TensorMaps,
@@ -120,25 +120,23 @@ class HopperAttention:
         first_word = MAP_WORDS * len(encoders)
         argument = np.zeros(-(-(8 * first_word + struct.size) // 64) * 8, np.uint64)
         argument[first_word:][: struct.size // 8] = of_call.view(np.uint64)
-        self._words = words_of(argument)
-        self._lse, self._list, self._semaphore = (
-            first_word + struct.word(name) for name in ("lse", "list", "semaphore")
-        )
-        self._out = first_word + struct.word("out") if merges else None
-        self._maps = TensorMaps(self._words, *encoders)
+        self._maps = TensorMaps(words_of(argument), *encoders)
+        names = (*["out"] * merges, "lse", "list", "semaphore")
+        words = [*self._maps.begins, *(first_word + struct.word(name) for name in names)]
         macros = {"HEAD_DIM": head_dim, "BLOCK_N": block_n, "GROUPS": groups, "Q_SLOTS": q_slots}
         macros |= {"BF16": int(q.dtype == "bfloat16"), "SOFTCAP": int(is_capped(scores))}
         macros |= {"MERGE": 1} if merges else {}
         kernel = load(build("attention/forward_sm90", macros, "sm_90a"), device=q.device)
         blocks = min(builder.capacity, max(1, multiprocessors(q.device) - call.extra))
         bytes_of_block = shared_bytes(head_dim, block_n, groups, q_slots)
-        self._launch, self._launch_behind_list = (
-            PreparedLaunch(kernel, (blocks,), (128 + 128 * groups,), argument, bytes_of_block, early=early)
+        of_kernel = kernel, (blocks,), (128 + 128 * groups,), argument, bytes_of_block
+        self._launches, self._behind_list = (
+            PreparedLaunches([PreparedLaunch(*of_kernel, early=early)], places_of(argument, words))
             for early in (False, True)
         )
         self._lock = Lock()
 
-    def __call__(self, addresses: Sequence[int], out: int, lse: int, stream: int) -> None:
+    def launch(self, addresses: Sequence[int], out: int, lse: int, stream: int) -> None:
         """Launch on a stream.
 
         Parameters
@@ -149,12 +147,11 @@ class HopperAttention:
             Addresses of the results; that of lse is 0 where it is not wanted.
         stream : int
         """
-        q, k, v, *bounds = addresses
+        mapped: Sequence[int] = (*addresses[:3], out)
         with self._lock:
-            self._maps.point_to((q, k, v, out))
-            _kept, at, semaphore, is_new = self._lists.get(bounds, stream)
-            words = self._words
-            words[self._lse], words[self._list], words[self._semaphore] = lse, at, semaphore
-            if self._out is not None:
-                words[self._out] = out
-            (self._launch_behind_list if is_new else self._launch)(stream)
+            if not self._maps.follow:
+                mapped = self._maps.first_words(mapped)
+            _kept, at, semaphore, is_new = self._lists.get(addresses[3:], stream)
+            launches = self._behind_list if is_new else self._launches
+            launches.write(stream, *mapped, lse, at, semaphore)
+            launches.run()

@@ -145,8 +145,7 @@ class _Prepared:
         tiles = tiles[even_order(work, blocks)]
         made = _MadeList(tiles, run_table(runs))
         self._table_begin, self._lists = made.table_begin, TileLists(made, False, kinds[0])
-        self._new_out = allocator(q.shape, q.dtype, kinds[0])
-        self._new_lse = allocator((heads, total), "float32", kinds[0])
+        self._new = allocator(kinds[0], (q.shape, q.dtype), ((heads, total), "float32"))
         self._memory = enough_memory(2 * total * heads * dim + 4 * total * heads, "attention", "cuda")
         self._stream = stream_of(kinds[0])
         of_call = _CALL.array(
@@ -181,7 +180,7 @@ class _Prepared:
 
     def __call__(self, addresses: Sequence[int], arrival: Arrival) -> tuple[Any, Any]:
         with self._memory:
-            (out, out_at), (lse, lse_at) = self._new_out(), self._new_lse()
+            (out, lse), (out_at, lse_at) = self._new()
         q, *keys = addresses
         stream, words = self._stream(), self._words
         with self._lock:

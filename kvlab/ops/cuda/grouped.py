@@ -2,8 +2,9 @@
 
 Lengths are read on the device, where a first kernel makes the list (kernels/cuda/attention/grouped_list.cu);
 nothing waits. Results of all groups are parts of one array each, so the kernel stores by one tensor map.
-Where a list has so few tiles that blocks would idle, long tiles are split over keys; then a workspace holds
-the parts. What the kernel for Hopper does not take is computed separately (see kvlab/ops/grouped.py).
+Where a list has so few tiles that blocks would idle, long tiles are split over keys, and a few where K and V
+are larger than L2; then a workspace holds the parts. What the kernel for Hopper does not take is computed
+separately (see kvlab/ops/grouped.py).
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import numpy as np
 
 from kvlab.arrays import CudaView
 from kvlab.jit.build import build
-from kvlab.jit.launch import PreparedLaunch, cuda_kernel, load
-from kvlab.jit.structs import ADDRESS, Struct, words_of
+from kvlab.jit.launch import PreparedLaunch, PreparedLaunches, cuda_kernel, load
+from kvlab.jit.structs import ADDRESS, Struct, places_of, words_of
 from kvlab.ops.array_kinds import allocator, splitter, stream_of
 from kvlab.ops.attention_arguments import (
     MAP_WORDS,
@@ -35,7 +36,14 @@ from kvlab.ops.attention_arguments import (
 from kvlab.ops.attention_call import MAX_GROUPS
 from kvlab.ops.cuda.attention_sm90 import SHAPES, shared_bytes
 from kvlab.ops.cuda.grouped_separate import attend_with, check_lengths
-from kvlab.ops.cuda.tile_list import HEAD_BYTES, ROWS, SEMAPHORE_OFFSET, heads_of_tile, num_sections
+from kvlab.ops.cuda.tile_list import (
+    HEAD_BYTES,
+    ROWS,
+    SECTION_BYTES,
+    SEMAPHORE_OFFSET,
+    heads_of_tile,
+    num_sections,
+)
 from kvlab.ops.device_arrays import multiprocessors
 
 if TYPE_CHECKING:
@@ -46,6 +54,9 @@ __all__ = ["ENTRY_BYTES", "ListedCall", "attend", "attend_separately"]
 ENTRY_BYTES = 64
 SPLIT_DIM = 128
 """Largest head dimension whose tiles are split over keys."""
+LAST_TILES, LAST_PARTS = 8, 3
+"""Tiles at the end of a section that are split where K and V of a pair do not fit into L2, and their parts,
+at most (LAST_PARTS in kernels/cuda/attention/grouped_list.cu)."""
 
 _LIST_THREADS = 1024
 _EACH = range(MAX_GROUPS)
@@ -57,12 +68,13 @@ _LIST_CALL = Struct(
     **dict.fromkeys(
         (
             "capacity", "sequences", "groups", "heads_kv", "group", "pack", "positions", "entries", "block_n",
-            "longest", "causal", "paired", "blocks", "most_parts",
+            "longest", "causal", "paired", "blocks", "last",
         ),
         "i",
     ),
 )  # fmt: skip
 
+_OF_GROUPS = "cu_q", "prefix_lens"
 _LIST_WORD = _LIST_CALL.word("list")
 
 _OF_LSE = {"lse": ADDRESS, "lse_batch": "q", "lse_head": "q"}
@@ -81,7 +93,6 @@ def _call_of(results: tuple[Struct, int]) -> Struct:
 
 
 _CALL, _MERGING_CALL = _call_of((_RESULTS, 1)), _call_of((_MERGED, MAX_GROUPS))
-_WRITTEN = ("results", "parts", "arrivals", "segments", "list", "semaphore")
 _KEY_MAPS = MAX_GROUPS  # behind q of each group that has rows: k, v, and out where it is not merged
 
 
@@ -156,6 +167,8 @@ class ListedCall:
         Blocks that parts of tiles are made for; 0 where tiles are never split.
     sections : int
         Of a list.
+    last_tiles : int
+        At the end of a section that are split over keys, at most.
     """
 
     def __init__(self, call: GroupedCall, present: list[int], merges: bool = False) -> None:
@@ -183,46 +196,46 @@ class ListedCall:
         tiles, fewest = of_head * units, -(-sum(rows) // tile) * units
         may_split = head_dim <= SPLIT_DIM and tiles <= 2 * blocks and 2 * fewest < 3 * blocks
         self.split_blocks = blocks if may_split else 0
-        most_parts = 2 * self.split_blocks
+        pairs, bytes_of_keys = sequences * heads_kv, 4 * k.shape[0] * heads_kv * dim
+        self.sections = 1 if self.split_blocks else num_sections(pairs, bytes_of_keys, tiles, blocks)
+        is_large = bytes_of_keys > SECTION_BYTES * pairs and head_dim <= SPLIT_DIM
+        self.last_tiles = LAST_TILES if is_large and not self.split_blocks else 0
+        most_parts = 2 * self.split_blocks + self.sections * self.last_tiles * LAST_PARTS
         self.capacity = tiles + most_parts
         sizes = (
             HEAD_BYTES + entries * ENTRY_BYTES * self.capacity, 4 * entries * most_parts, 4 * sequences,
-            4 * entries * of_head, 24 * tiles,
+            4 * entries * of_head, 32 * tiles,
         )  # fmt: skip
         begins = np.cumsum([0, *(-(-size // 16) * 16 for size in sizes)]).tolist()
         *self._begins, self._parts_begin = begins  # of the list, arrivals, bases, order, tile_parts, parts
         kind = call.kinds[0]
         bytes_of_parts = 4 * most_parts * entries * 128 * (head_dim // 2 + 4)
-        self._new_list = allocator((begins[5] + bytes_of_parts,), "uint8", kind)
+        self._new_list = allocator(kind, ((begins[5] + bytes_of_parts,), "uint8"))
         total = (sum(rows), heads, dim)
-        self._new_out = None if merges else allocator(total, first.dtype, kind)
-        wants_lse = call.return_lse and not merges
-        self._new_lse = allocator((heads, sum(rows)), "float32", kind) if wants_lse else None
+        of_lse = ((heads, sum(rows)), "float32")
+        self._new = None if merges else allocator(kind, (total, first.dtype), *[of_lse] * call.return_lse)
         self._stream = stream_of(kind)
         self._split_out, self._split_lse = (splitter(rows, axis, kind) for axis in (0, 1))
 
         # Places of addresses among those of a call: q, k, v; cu_seqlens, prefixes.
         self._mapped = [*present, count, count + 1]
-        self._table = 0 if call.segment_len is None else 3 * count + 3
-        cu_q, lens = (range(_LIST_CALL.word(name), _LIST_CALL.size) for name in ("cu_q0", "prefix_lens0"))
-        self._lengths = [
-            *zip(cu_q, (count + 2 + g for g in present), strict=False),
-            *zip(lens, (2 * count + 2 + g for g in present), strict=False),
-            (_LIST_CALL.word("cu_k"), 3 * count + 2),
-        ]
-        pairs = sequences * heads_kv
-        bytes_of_keys = 4 * k.shape[0] * heads_kv * dim
-        self.sections = 1 if self.split_blocks else num_sections(pairs, bytes_of_keys, tiles, blocks)
+        cu_q, lens = ([_LIST_CALL.word(f"{name}{i}") for i in range(len(present))] for name in _OF_GROUPS)
+        of_list = [*cu_q, *lens, _LIST_CALL.word("cu_k")]
+        of_list += range(_LIST_WORD, _LIST_WORD + len(self._begins))
+        self._lengths = [count + 2 + g for g in present] + [2 * count + 2 + g for g in present]
+        self._lengths.append(3 * count + 2)
         list_argument = _LIST_CALL.array({
             "capacity": self.capacity, "sequences": sequences, "groups": len(present), "heads_kv": heads_kv,
             "group": group, "pack": pack, "positions": positions, "entries": entries, "block_n": block_n,
             "longest": -(-call.longest[1] // block_n), "causal": int(call.scores.right == 0),
             "paired": int(call.implementation != "listed"), "blocks": self.split_blocks,
-            "most_parts": most_parts,
+            "last": self.last_tiles,
         })  # fmt: skip
-        self._list_words, self._made_at = words_of(list_argument), -1
         make_list = cuda_kernel("attention/grouped_list", "make_grouped_list", (), device)
-        self._make_list = PreparedLaunch(make_list, (self.sections,), (_LIST_THREADS,), list_argument)
+        self._make_list = PreparedLaunches(
+            [PreparedLaunch(make_list, (self.sections,), (_LIST_THREADS,), list_argument)],
+            places_of(list_argument, of_list),
+        )  # fmt: skip
 
         struct, num_maps = (_MERGING_CALL, _KEY_MAPS + 2) if merges else (_CALL, _KEY_MAPS + 3)
         first_word, starts = MAP_WORDS * num_maps, np.cumsum([0, *rows]).tolist()
@@ -236,20 +249,17 @@ class ListedCall:
         )
         of_results = of_call["results"][0]
         of_results["lse_head"] = sum(rows)
-        self._merged = []  # words, and places of the addresses that they take
+        results, self._given = [], [3 * count + 3] * (call.segment_len is not None)
         for i, g in enumerate(present if merges else ()):
             out_place, lse_place = (len(call.names) - at + g for at in (2 * count, count))
             of_results["lse_head"][i] = call.views[lse_place].strides[0]
             strides = strides_of(f"into[0][{g}]", call.views[out_place])
             of_results["out_position"][i], of_results["out_head"][i] = strides[1:]
             begin = first_word + struct.word("results") + i * (_MERGED.size // 8)
-            self._merged += [
-                (begin + _MERGED.word("out"), out_place), (begin + _MERGED.word("lse"), lse_place)
-            ]  # fmt: skip
+            results += [begin + _MERGED.word("out"), begin + _MERGED.word("lse")]
+            self._given += [out_place, lse_place]
         argument = np.zeros(-(-(8 * first_word + struct.size) // 64) * 8, np.uint64)
         argument[first_word:][: struct.size // 8] = of_call.view(np.uint64)
-        self._words = words_of(argument)
-        self._places = [first_word + struct.word(name) for name in _WRITTEN]
         encoders = [
             *(encoder_of(q, positions, pack) for q in q_groups),
             *(encoder_of(x, box) for x in (k, v)),
@@ -258,50 +268,46 @@ class ListedCall:
             out = CudaView(0, total, (*contiguous_strides(total)[1:], 1), *first[3:])
             encoders.append(encoder_of(out, positions, pack))
         places = [*range(len(present)), *range(_KEY_MAPS, num_maps)]
-        self._maps = TensorMaps(self._words, *encoders, places=places)
+        self._maps = TensorMaps(words_of(argument), *encoders, places=places)
         macros = {"HEAD_DIM": head_dim, "BLOCK_N": block_n, "GROUPS": entries, "Q_SLOTS": q_slots}
         macros |= {"BF16": int(first.dtype == "bfloat16"), "SOFTCAP": 0, "QUERY_GROUPS": MAX_GROUPS}
         macros |= {"MERGE": 1} if merges else {}
         kernel = load(build("attention/forward_sm90", macros, "sm_90a"), device=device)
-        self._attend = PreparedLaunch(
+        attend = PreparedLaunch(
             kernel, (min(self.capacity, blocks),), (128 + 128 * entries,), argument,
             shared_bytes(head_dim, block_n, entries, q_slots), early=True,
         )  # fmt: skip
+        names = ("parts", "arrivals", "list", "semaphore", *["segments"] * (call.segment_len is not None))
+        words = [*self._maps.begins, *(first_word + struct.word(name) for name in names)]
+        words += results if merges else [first_word + struct.word("results")]
+        self._attend = PreparedLaunches([attend], places_of(argument, words))
         self._lock = Lock()
 
     def __call__(self, addresses: Sequence[int]) -> tuple[list[Any], list[Any]]:
         """Launch on the current stream of the arrays' library, given their addresses."""
-        out, out_at = self._new_out() if self._new_out else (None, 0)
-        lse, lse_at = self._new_lse() if self._new_lse else (None, 0)
         stream = self._stream()
+        mapped = [addresses[place] for place in self._mapped]
+        given = [addresses[place] for place in self._given]
+        if self._new:
+            (out, *lse), (out_at, *lse_at) = self._new()
+            mapped.append(out_at)
+            given.append(lse_at[0] if lse else 0)
         with self._lock:
             made, at = self._launch_list(addresses, stream)
-            self._maps.point_to([*[addresses[place] for place in self._mapped], out_at])
-            words = self._words
-            results, parts, arrivals, segments, list_, semaphore = self._places
-            words[results], words[parts], words[arrivals] = (
-                lse_at,
-                at + self._parts_begin,
-                at + self._begins[1],
-            )
-            words[segments] = addresses[self._table] if self._table else 0
-            words[list_], words[semaphore] = at, at + SEMAPHORE_OFFSET
-            for number, place in self._merged:
-                words[number] = addresses[place]
-            self._attend(stream)
+            self._attend.write(
+                stream, *self._maps.first_words(mapped), at + self._parts_begin, at + self._begins[1], at,
+                at + SEMAPHORE_OFFSET, *given,
+            )  # fmt: skip
+            self._attend.run()
         del made  # stream-ordered: what reuses the memory comes after these launches
-        outs = [] if out is None else self._split_out(out)
-        return outs, [] if lse is None else self._split_lse(lse)
+        if not self._new:
+            return [], []
+        return self._split_out(out), self._split_lse(lse[0]) if lse else []
 
     def _launch_list(self, addresses: Sequence[int], stream: int) -> tuple[Any, int]:
         """Make a list on a stream, in new memory that begins with it and ends with the workspace of parts."""
-        made = self._new_list()
-        words, at = self._list_words, made[1]
-        for word, place in self._lengths:
-            words[word] = addresses[place]
-        if at != self._made_at:  # memory often comes again
-            self._made_at = at
-            for word, begin in enumerate(self._begins, _LIST_WORD):
-                words[word] = at + begin
-        self._make_list(stream)
-        return made
+        (made,), (at,) = self._new_list()
+        lengths = [addresses[place] for place in self._lengths]
+        self._make_list.write(stream, *lengths, *[at + begin for begin in self._begins])
+        self._make_list.run()
+        return made, at

@@ -12,15 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import chain
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvlab.jit.launch import PreparedLaunch
-from kvlab.jit.structs import ADDRESS, TENSOR, Struct, words_of
-from kvlab.ops.array_kinds import Kind, allocator, kinds_of, splitter, stream_of, view_of
+from kvlab.jit.launch import PreparedLaunch, PreparedLaunches
+from kvlab.jit.structs import ADDRESS, TENSOR, Struct, places_of, words_of
+from kvlab.ops.array_kinds import Kind, allocator, splitter, stream_of, view_of
 from kvlab.ops.attention_arguments import (
     MAP_WORDS,
     TensorMaps,
@@ -46,13 +45,14 @@ from kvlab.ops.cuda.grouped_separate import attend_backward as attend_separately
 from kvlab.ops.cuda.grouped_separate import check_lengths
 from kvlab.ops.cuda.tile_list import ListBuilder, TileLists, Tiling
 from kvlab.ops.device_arrays import multiprocessors
+from kvlab.ops.grouped_backward import names_of_results
 
 if TYPE_CHECKING:
     from kvlab.arrays import CudaView
     from kvlab.ops.grouped import GroupedArrays, GroupedCall
     from kvlab.ops.grouped_backward import Results
 
-__all__ = ["FEW_GROUPS", "MAX_CHANNELS", "ListedCall", "attend_backward", "listed_call", "names_of_results"]
+__all__ = ["FEW_GROUPS", "MAX_CHANNELS", "ListedCall", "attend_backward", "listed_call"]
 
 MAX_CHANNELS = 128
 """Head dimension of the largest kernel."""
@@ -67,10 +67,21 @@ _CALLS = {
     for most in (FEW_GROUPS, MAX_GROUPS)
 }
 _CALL = _CALLS[MAX_GROUPS]
-_LIST, _SEMAPHORE = _CALL.word("list"), _CALL.word("semaphore")
 _NEW_WORDS = [
     _CALL.word(name)
-    for name in ("dq", "dk", "dv", "lse_log2", "dpsum", "dq_accum", "dq_semaphore", "cu_q", "cu_k")
+    for name in (
+        "dq",
+        "dk",
+        "dv",
+        "lse_log2",
+        "dpsum",
+        "dq_accum",
+        "dq_semaphore",
+        "cu_q",
+        "cu_k",
+        "list",
+        "semaphore",
+    )
 ]
 
 
@@ -83,19 +94,10 @@ def attend_backward(
     float32_dkv: bool,
 ) -> tuple[list[Any], Any, Any]:
     """Launcher of backend "cuda" for Hopper: dq of each group, dk and dv."""
-    kinds, of_results = kinds_of(
-        [*results.douts, *results.outs, *results.lses], names_of_results(call.groups)
-    )
-    listed = listed_call(call, kinds, deterministic, float32_dkv)
+    listed = listed_call(call, results.kinds, deterministic, float32_dkv)
     if listed is None:
         return attend_separately(call, arrays, addresses, results, deterministic, float32_dkv)
-    return listed(addresses, of_results)
-
-
-@lru_cache(maxsize=MAX_GROUPS)
-def names_of_results(groups: int) -> tuple[str, ...]:
-    """Names of douts, outs and lses, in order."""
-    return tuple(f"{name}[{g}]" for name in ("douts", "outs", "lses") for g in range(groups))
+    return listed(addresses, results.addresses)
 
 
 @lru_cache(maxsize=1024)
@@ -196,12 +198,9 @@ class ListedCall:
         self._offsets = accum_nbytes, accum_nbytes + 4 * num_rows, 0, accum_nbytes + 8 * num_rows
         of_keys = "float32" if wide else first.dtype
         workspace = (num_rows * (plan.head_dim + 2) + semaphores,)
-        self._new = [
-            allocator(shape, dtype, kind)
-            for shape, dtype in (
-                (total, first.dtype), (k.shape, of_keys), (v.shape, of_keys), (workspace, "float32"),
-            )
-        ]  # fmt: skip
+        new = (total, first.dtype), (k.shape, of_keys), (v.shape, of_keys), (workspace, "float32")
+        self._new = allocator(kind, *new)
+        self._new_of_keys, self._new_workspace = allocator(kind, *new[1:3]), allocator(kind, new[3])
         self._stream, self._lock = stream_of(kind), Lock()
 
         groups = np.zeros(most, _GROUP.dtype)
@@ -224,7 +223,6 @@ class ListedCall:
         argument = np.zeros(first_word + _CALLS[most].size // 8, np.uint64)
         argument[first_word:] = _CALLS[most].array(fields).view(np.uint64)
         of_call = argument[first_word:]
-        self._words = words_of(of_call)
         of_rows = [[encoder_of(x, plan.box) for x in arrays] for arrays in (q_groups, douts)]
         each = range(len(present))
         self._maps = TensorMaps(
@@ -237,13 +235,9 @@ class ListedCall:
         self._douts = present
         self._cu_q, self._prefixes = [count + 2 + g for g in present], [2 * count + 2 + g for g in present]
         group_words = [_CALL.word("groups") + i * (_GROUP.size // 8) for i in each]
-        self._of_groups = [
-            (at + _GROUP.word(name), place)
-            for at, g in zip(group_words, present, strict=True)
-            for name, place in (("dout", g), ("out", count + g), ("lse", 2 * count + g))
-        ]
-        self._cu_q_words = [at + _GROUP.word("cu_q") for at in group_words]
-        self._padding = [0] * (MAX_GROUPS - len(present))
+        self._of_groups = [at + g for g in present for at in (0, count, 2 * count)]  # dout, out, lse
+        of_groups = [at + _GROUP.word(name) for at in group_words for name in ("dout", "out", "lse")]
+        of_groups += [at + _GROUP.word("cu_q") for at in group_words]
 
         pairs, of_pair = sequences * k.shape[1], -(-longest_k // block_n)
         causal, persistent = call.scores.right == 0, cluster_split == 1
@@ -262,10 +256,14 @@ class ListedCall:
             blocks = min(blocks, max(1, multiprocessors(device) - call.sm_margin))
         aligned_rows = -(-longest_q // aligned) * aligned
         around = (aligned_rows // PREPOST_ROWS, heads, len(present) * sequences), (PREPOST_THREADS,), of_call
-        self._launches = (
+        launches = (
             PreparedLaunch(plan.preprocess, *around),
             PreparedLaunch(plan.main, (blocks,), (plan.threads,), argument, plan.shared_bytes),
             PreparedLaunch(plan.postprocess, *around),
+        )
+        places = places_of(argument, self._maps.begins) + places_of(of_call, [*_NEW_WORDS, *of_groups])
+        self._launch_all, *self._launch_one = (
+            PreparedLaunches(some, places) for some in (launches, *([one] for one in launches))
         )
 
     @staticmethod
@@ -284,31 +282,31 @@ class ListedCall:
 
     def __call__(self, addresses: Sequence[int], results: Sequence[int]) -> tuple[list[Any], Any, Any]:
         """Launch on the current stream of the arrays' library, given the addresses of both."""
-        (dq, dq_at), (dk, dk_at), (dv, dv_at), (_workspace, start) = (make() for make in self._new)
-        self._launch(self._launches, addresses, results, (dq_at, dk_at, dv_at), start)
+        (dq, dk, dv, _workspace), (dq_at, dk_at, dv_at, start) = self._new()
+        self._launch(self._launch_all, addresses, results, (dq_at, dk_at, dv_at), start)
         # The workspace goes; what takes its memory comes after these launches on the stream.
         return self._split_dq(dq), dk, dv
 
     def new_workspace(self) -> tuple[Any, int]:
         """Return memory for a workspace, and its address."""
-        workspace: tuple[Any, int] = self._new[3]()
-        return workspace
+        (workspace,), (at,) = self._new_workspace()
+        return workspace, at
 
     def around(
         self, which: int, addresses: Sequence[int], results: Sequence[int], dq: int, workspace: int
     ) -> None:
         """Make the launch before (0) or after (2) those that add to the workspace."""
-        self._launch(self._launches[which : which + 1], addresses, results, (dq, 0, 0), workspace)
+        self._launch(self._launch_one[which], addresses, results, (dq, 0, 0), workspace)
 
     def add(self, addresses: Sequence[int], results: Sequence[int], workspace: int) -> tuple[Any, Any]:
         """Add to dq in the workspace; return dk and dv."""
-        (dk, dk_at), (dv, dv_at) = (make() for make in self._new[1:3])
-        self._launch(self._launches[1:2], addresses, results, (0, dk_at, dv_at), workspace)
+        (dk, dv), (dk_at, dv_at) = self._new_of_keys()
+        self._launch(self._launch_one[1], addresses, results, (0, dk_at, dv_at), workspace)
         return dk, dv
 
     def _launch(
         self,
-        launches: Sequence[PreparedLaunch],
+        launch: PreparedLaunches,
         addresses: Sequence[int],
         results: Sequence[int],
         gradients: Sequence[int],
@@ -317,23 +315,17 @@ class ListedCall:
         stream = self._stream()
         cu_q = [addresses[place] for place in self._cu_q]
         prefixes = [addresses[place] for place in self._prefixes]
-        made = gradients, [workspace + x for x in self._offsets], (cu_q[0], addresses[-1])
+        mapped = [addresses[place] for place in self._mapped] + [results[place] for place in self._douts]
+        at, semaphore = 0, 0
         with self._lock:
-            words = self._words
-            for word, address in zip(_NEW_WORDS, chain(*made), strict=True):
-                words[word] = address
-            for word, place in self._of_groups:
-                words[word] = results[place]
-            for word, address in zip(self._cu_q_words, cu_q, strict=True):
-                words[word] = address
-            if self._launches[1] in launches:
-                self._maps.point_to(
-                    [*(addresses[i] for i in self._mapped), *(results[i] for i in self._douts)]
-                )
-                bounds = addresses[-1], 0, *cu_q, *self._padding, *prefixes
-                _kept, words[_LIST], words[_SEMAPHORE], _ = self._lists.get(bounds, stream)
-            for launch in launches:
-                launch(stream)
+            if launch in (self._launch_all, self._launch_one[1]):
+                bounds = addresses[-1], 0, *cu_q, *prefixes
+                _kept, at, semaphore, _ = self._lists.get(bounds, stream)
+            launch.write(
+                stream, *self._maps.first_words(mapped), *gradients, *[workspace + x for x in self._offsets],
+                cu_q[0], addresses[-1], at, semaphore, *[results[place] for place in self._of_groups], *cu_q,
+            )  # fmt: skip
+            launch.run()
 
 
 def _head_stride(name: str, lse: Any) -> int:

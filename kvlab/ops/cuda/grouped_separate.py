@@ -65,7 +65,7 @@ def _separate_sequences(call: GroupedCall, addresses: Sequence[int]) -> list[tup
         )
     check_lengths(call)
     count, sequences = call.groups, call.sizes["batch"]
-    bounds, at = allocator((count, 2, 2 * sequences + 1), "int32", call.kinds[0])()
+    (bounds,), (at,) = allocator(call.kinds[0], ((count, 2, 2 * sequences + 1), "int32"))()
     values: dict[str, Any] = {"sequences": sequences, "unused": 0}
     argument = _CALL.array(values)[0]
     for g in range(count):
@@ -109,7 +109,7 @@ def attend_backward_with(
             sm_margin=call.sm_margin, backend=backend,
         )
         for q, dout, out, lse, (cu_q, cu_k) in zip(
-            arrays.q_groups, *results, _separate_sequences(call, addresses), strict=True
+            arrays.q_groups, *results[:3], _separate_sequences(call, addresses), strict=True
         )
     ]  # fmt: skip
     of_keys = [[one[i] for one in found] for i in (1, 2)]
@@ -121,7 +121,7 @@ def attend_backward_with(
 def _add(call: GroupedCall, parts: Sequence[Any], wide: bool) -> Any:
     """Return the sum of arrays in the shape of k, in their dtype or in float32."""
     shape = tuple(parts[0].shape)
-    sums, at = allocator(shape, "float32" if wide else call.dtype, call.kinds[0])()
+    (sums,), (at,) = allocator(call.kinds[0], (shape, "float32" if wide else call.dtype))()
     _, addresses = kinds_of(parts, [f"dk[{g}]" for g in range(len(parts))])
     count = int(np.prod(shape))
     argument = _SUM.array({"count": count, "groups": len(parts), "unused": 0})[0]

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kvlab.ops.array_kinds import kinds_of
-from kvlab.ops.cuda.grouped_backward import ListedCall, listed_call, names_of_results
+from kvlab.ops.cuda.grouped_backward import ListedCall, listed_call
 from kvlab.ops.grouped import GroupedArrays, call_of
-from kvlab.ops.grouped_backward import BACKWARD
+from kvlab.ops.grouped_backward import BACKWARD, names_of_results
 
 __all__ = ["QueryGradients", "Seen", "begin_sum"]
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from kvlab.jit.launch import PreparedLaunch, cuda_kernel
-from kvlab.jit.structs import ADDRESS, Struct, words_of
+from kvlab.jit.launch import PreparedLaunch, PreparedLaunches, cuda_kernel
+from kvlab.jit.structs import ADDRESS, Struct, places_of
 from kvlab.ops.array_kinds import Kind, allocator, device_of_kind
 from kvlab.ops.attention_arguments import Lengths
 from kvlab.ops.attention_call import MAX_GROUPS
@@ -41,7 +41,7 @@ ROWS = 64
 
 _THREADS = 1024
 
-_SECTION_BYTES = 24 << 20  # of K and V, which half of an H100's L2 holds
+SECTION_BYTES = 24 << 20  # of K and V, which half of an H100's L2 holds
 TILES_OF_BLOCK = 4  # in a section, at least
 
 _MAX_STREAMS = 16  # for which a list is kept
@@ -109,7 +109,7 @@ def num_sections(pairs: int, bytes_of_keys: int, tiles: int, fewest: int) -> int
     >>> num_sections(8, 256 << 20, 256, 132)
     2
     """
-    fit = _SECTION_BYTES * pairs // max(bytes_of_keys, 1)
+    fit = SECTION_BYTES * pairs // max(bytes_of_keys, 1)
     fill = -(-fewest * pairs // max(tiles, 1))
     return -(-pairs // max(1, fit, fill))
 
@@ -175,27 +175,30 @@ class ListBuilder:
         if sections is None:
             fewest = TILES_OF_BLOCK * multiprocessors(device)
             sections = num_sections(pairs, bytes_of_keys, self.capacity, fewest)
-        argument = (_GROUPED_CALL if groups else _CALL).array({
+        call = _GROUPED_CALL if groups else _CALL
+        argument = call.array({
             "capacity": self.capacity, "sequences": number, "seqlen_q": longest_q, "seqlen_k": longest_k,
             "heads_kv": heads_kv, "group": group, **tiling._asdict(),
             "left": window[0], "right": window[1], "longest": -(-longest_k // block_n), "in_order": in_order,
             "num_groups": groups or 1,
         })  # fmt: skip
-        self._words = words_of(argument)
         macros = (("QUERY_GROUPS", MAX_GROUPS),) if groups else ()
         kernel = cuda_kernel("attention/tile_list", "make_tile_list", macros, device)
-        self._launch = PreparedLaunch(kernel, (sections,), (_THREADS,), argument, early=True)
+        names = ("list", "cu_q", "cu_k") if variable else ("list",)
+        of_groups = [f"{name}{g}" for name in ("cu_rows", "prefix_lens") for g in range(groups or 0)]
+        self._launches = PreparedLaunches(
+            [PreparedLaunch(kernel, (sections,), (_THREADS,), argument, early=True)],
+            places_of(argument, map(call.word, (*names, *of_groups))),
+        )
 
     def build(self, address: int, bounds: Sequence[int], stream: int) -> None:
         """Make a list at this address, on this stream; not by two threads at once.
 
         `bounds` are the addresses of cu_seqlens, none where lengths are not variable. Where there are groups,
-        they are that of the keys, 0, and for `MAX_GROUPS` groups those of the rows, then of the prefixes.
+        they are that of the keys, 0, and for each group that of the rows, then for each that of the prefixes.
         """
-        for word, value in enumerate(bounds, _CALL.word("cu_q")):
-            self._words[word] = value
-        self._words[_CALL.word("list")] = address
-        self._launch(stream)
+        self._launches.write(stream, address, *bounds)
+        self._launches.run()
 
 
 class Builder(Protocol):
@@ -226,9 +229,9 @@ class TileLists:
 
     def __init__(self, builder: Builder, variable: bool, kind: Kind) -> None:
         self._builder, self._variable = builder, variable
-        self._new = allocator((builder.nbytes,), "uint8", kind)
+        self._new = allocator(kind, ((builder.nbytes,), "uint8"))
         self._device = device_of_kind(kind, "q").index
-        self._kept: dict[tuple[int, int], tuple[Any, int]] = {}
+        self._kept: dict[tuple[int, int], tuple[Any, int, int, bool]] = {}
         self._shared: _SharedList | None = None
 
     def get(self, bounds: Sequence[int], stream: int) -> tuple[Any, int, int, bool]:
@@ -243,19 +246,19 @@ class TileLists:
             On which the list is made, if there is none.
         """
         key = stream, get_ident()  # one handle means another stream in every thread
-        capturing = _is_capturing(stream)
-        if capturing and self._shared is not None and (semaphore := self._shared.take_semaphore()):
-            return *self._shared.made, semaphore, False
-        kept = None if capturing else self._kept.get(key)
-        if kept is not None:
-            return *kept, kept[1] + SEMAPHORE_OFFSET, False
+        capturing = stream != 0 and _is_capturing(stream)
+        if capturing:
+            if self._shared is not None and (semaphore := self._shared.take_semaphore()):
+                return *self._shared.made, semaphore, False
+        elif (kept := self._kept.get(key)) is not None:
+            return kept
         to_keep = None if capturing or self._variable else self._memory_to_keep(stream)
-        made = self._new() if to_keep is None else to_keep
+        made = next(zip(*self._new(), strict=True)) if to_keep is None else to_keep
         self._builder.build(made[1], bounds, stream)
         if to_keep is not None:
             if len(self._kept) >= _MAX_STREAMS:
                 self._kept.clear()
-            self._kept[key] = made
+            self._kept[key] = *made, made[1] + SEMAPHORE_OFFSET, False
             if self._shared is None:
                 self._shared = _SharedList(made, made[1] + self._builder.nbytes, self._device, stream)
         elif capturing and not hasattr(made[0], "new_empty"):  # torch keeps a graph's memory, CuPy does not
@@ -348,8 +351,8 @@ _CAPTURED: list[Any] = []
 
 
 def _is_capturing(stream: int) -> bool:
-    """Whether a CUDA graph captures the stream; the legacy default stream never is."""
-    return stream != 0 and bool(_runtime().streamIsCapturing(stream))
+    """Whether a CUDA graph captures the stream, which is not the legacy default stream: that never is."""
+    return bool(_runtime().streamIsCapturing(stream))
 
 
 @cache  # an import statement takes longer than the question

@@ -44,7 +44,9 @@ def attend_backward(
     cu_q, cu_k, lens = lengths_of(call, arrays)
     views = [
         [to_numpy_view(x, f"{name}[{g}]") for g, x in enumerate(given)]
-        for name, given in (*results._asdict().items(), ("q_groups", arrays.q_groups))
+        for name, given in zip(
+            ("douts", "outs", "lses", "q_groups"), (*results[:3], arrays.q_groups), strict=True
+        )
     ]
     douts, outs, lses, q_groups = views
     dq_groups, dk, dv = reference.grouped_attention_varlen_backward(
