@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 _STRIDES = ("kv_layer", "kv_batch", "kv_head")
-_CHOOSING_BLOCKS = 16  # of a row: 50,000 logits take 2 us
+_LOGITS_OF_BLOCK = 4 * 512  # that choose.cu reads
 
 MATRIX = Struct(**dict.fromkeys(("weights", "bias", "norm_weight", "norm_bias"), ADDRESS))
 CALL = Struct(
@@ -195,7 +195,8 @@ def prepare_choose(kernel: TokenKernel, pointers: Mapping[str, int], device: int
     """Compile ``engine/choose.cu`` and prepare its launch; `pointers` are the addresses of `CHOOSE`."""
     sizes = {"vocabulary": kernel.geometry.vocabulary, "pitch": kernel.vocabulary}
     argument = _filled(CHOOSE, {**pointers, **sizes})
-    return PreparedLaunch(_load("choose", {}, device), (_CHOOSING_BLOCKS, kernel.batch), (512,), argument)
+    blocks = -(-kernel.vocabulary // _LOGITS_OF_BLOCK)
+    return PreparedLaunch(_load("choose", {}, device), (blocks, kernel.batch), (512,), argument)
 
 
 def prepare_draw(kernel: TokenKernel, pointers: Mapping[str, int], device: int) -> PreparedLaunch:

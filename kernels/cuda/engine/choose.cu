@@ -1,9 +1,9 @@
 // The likeliest token of each row, of equals the first, becomes the next one: positions move on by one.
 //
-// A row has CTAS CTAs, whose threads read its logits in turns. A candidate is one number of 64 bits: the
-// logit in an order that integers have, then the index, turned round so that lower ones win. The largest does
-// not depend on the order in which CTAs come; the last one writes it, to the device and to the host's list,
-// and leaves the cells of the row at 0. Shared memory: one candidate a warp.
+// A thread has four logits of a row. A candidate is one number of 64 bits: the logit in an order that
+// integers have, then the index, turned round so that lower ones win. The largest does not depend on the
+// order in which CTAs come; the last one writes it, to the device and to the host's list, and leaves the
+// cells of the row at 0. Shared memory: one candidate a warp.
 #include "common/words.cuh"
 
 constexpr int THREADS = 512;
@@ -26,16 +26,25 @@ __device__ __forceinline__ unsigned long long candidate(float logit, int index) 
 extern "C" __global__ void __launch_bounds__(THREADS) choose(const __grid_constant__ Choose call) {
     __shared__ unsigned long long of_warps[THREADS / 32];
     const int n = blockIdx.y;
-    const float* row = call.logits + (i64)n * call.pitch;
+    const int first = 4 * (blockIdx.x * THREADS + threadIdx.x);
     unsigned long long best = 0;
-    for (int i = blockIdx.x * THREADS + threadIdx.x; i < call.vocabulary; i += gridDim.x * THREADS)
-        best = max(best, candidate(__ldcg(row + i), i));
+    if (first < call.vocabulary) {  // rows are padded to multiples of 16
+        const float4 four = __ldcg((const float4*)(call.logits + (i64)n * call.pitch + first));
+        const float logits[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (first + i < call.vocabulary) best = max(best, candidate(logits[i], first + i));
+    }
 #pragma unroll
     for (int i = 16; i; i /= 2) best = max(best, __shfl_xor_sync(~0u, best, i));
     if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = best;
     __syncthreads();  // every warp's candidate is there
+    if (threadIdx.x >= THREADS / 32) return;
+    best = of_warps[threadIdx.x];
+#pragma unroll
+    for (int i = THREADS / 64; i; i /= 2)
+        best = max(best, __shfl_xor_sync((1u << THREADS / 32) - 1, best, i));
     if (threadIdx.x) return;
-    for (int w = 1; w < THREADS / 32; ++w) best = max(best, of_warps[w]);
     atomicMax(call.best + n, best);
     __threadfence();
     if (atomicAdd(call.arrivals + n, 1u) != gridDim.x - 1) return;
@@ -45,7 +54,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) choose(const __grid_consta
     const int position = ++call.positions[n];
     call.ids[n] = token;
     *(volatile int*)(call.history + (i64)position * gridDim.y + n) = token;
-    __threadfence_system();
 }
 
 // clang-format off

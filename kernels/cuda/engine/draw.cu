@@ -5,17 +5,21 @@
 // tokens in the order of their logits, of equals the first one first, are numbers of 56 bits, how far a logit
 // is below the largest in units of 2^-26 above the token. `find` descends their digits to the first one with
 // which the count or the mass of all up to it reaches a target: it gives the last of top_k tokens, the last
-// of top_p and the one that is drawn. Masses are whole numbers, in units of 2^-2 LIMB of the largest, so sums
-// do not depend on their order, and every run gives the same token.
+// of top_p and the one that is drawn. Two digits leave a few tokens, which are listed and compared; where a
+// CTA has more than FEW, equals mostly, the other five digits are descended, too. Masses are whole numbers,
+// in units of 2^-2 LIMB of the largest, so sums do not depend on their order, and every run gives the same
+// token.
 //
 // A row has a cluster of CTAS CTAs, each with a part of the tokens one after the other; a thread has every
 // THREADS-th of a part. Shared memory: sums of 256 digits, in two halves whose additions are single
-// instructions; all CTAs of the cluster read those of all.
+// instructions, and lists of tokens; all CTAs of the cluster read those of all.
 //
 // Macros: CTAS of a row, 8 or, where there are no clusters, 1.
 #include "common/words.cuh"
 
 constexpr int THREADS = 1024, DIGITS = 256;
+constexpr int FEW = 64;  // tokens of a CTA that are listed
+static_assert(CTAS * FEW <= THREADS, "a thread for each token of all lists");
 constexpr int LIMB = CTAS > 1 ? 16 : 14;  // sums of 2^18 tokens, or an eighth of them, fit in 32 bits
 constexpr u32 LOW = (1u << LIMB) - 1;
 
@@ -40,6 +44,15 @@ __shared__ Sums sums;
 __shared__ float of_warps[THREADS / 32], largest;
 __shared__ u64 totals[DIGITS], mass, before;
 __shared__ u32 digit;
+// Tokens with the digits found so far: those of this CTA, in any order, and those of all CTAs side by side.
+template <int MOST>
+struct List {
+    u64 numbers[MOST];
+    u32 weights[MOST], count;
+};
+__shared__ List<FEW> own_list;
+__shared__ List<CTAS * FEW> list;
+__shared__ u64 answer;
 
 __device__ __forceinline__ void sync_row() {
 #if CTAS > 1
@@ -109,6 +122,47 @@ __device__ __forceinline__ u64 mass_of(const Row& row, u64 bound) {
     return total;
 }
 
+// `find` among tokens up to `bound` whose number begins with `prefix`, behind others of a count or mass; ~0
+// if a CTA has too many to list.
+__device__ __forceinline__ u64 find_listed(const Row& row, u64 bound, bool by_mass, u64 target, u64 prefix,
+                                           int shift, u64 passed) {
+    if (threadIdx.x == 0) own_list.count = 0;
+    __syncthreads();  // the list is empty
+    for (int i = row.begin + threadIdx.x; i < row.end; i += THREADS) {
+        const float below = row.below(i);
+        const u64 number = row.number(below, i);
+        if (number > bound || number >> shift != prefix) continue;
+        const u32 at = atomicAdd(&own_list.count, 1u);
+        if (at < FEW) own_list.numbers[at] = number, own_list.weights[at] = by_mass ? row.mass(below) : 1;
+    }
+    sync_row();  // lists of all CTAs are there
+    const int cta = threadIdx.x / FEW, at = threadIdx.x % FEW;
+    u32 count = 0, own = 0;
+    bool fits = true;
+    for (int i = 0; i < CTAS; ++i) {
+        const u32 of_cta = load_of(&own_list.count, i);
+        fits = fits && of_cta <= FEW;
+        if (i == cta && at < (int)of_cta) own = count + at + 1;
+        count += of_cta;
+    }
+    if (fits && own) {
+        const u32* number = (const u32*)(own_list.numbers + at);
+        list.numbers[own - 1] = (u64)load_of(number + 1, cta) << 32 | load_of(number, cta);
+        list.weights[own - 1] = load_of(own_list.weights + at, cta);
+    }
+    sync_row();  // all have read the lists of all
+    if (!fits) return ~0ull;
+    if (threadIdx.x < count) {
+        const u64 number = list.numbers[threadIdx.x];
+        u64 up_to = passed;
+        for (u32 i = 0; i < count; ++i)
+            if (list.numbers[i] <= number) up_to += list.weights[i];
+        if (up_to >= target && up_to - list.weights[threadIdx.x] < target) answer = number;
+    }
+    __syncthreads();  // the answer is there
+    return answer;
+}
+
 // The first number, of tokens up to `bound`, with which counts or masses of all up to it reach the target.
 __device__ __forceinline__ u64 find(const Row& row, u64 bound, bool by_mass, u64 target) {
     u64 prefix = 0, passed = 0;
@@ -151,6 +205,10 @@ __device__ __forceinline__ u64 find(const Row& row, u64 bound, bool by_mass, u64
         }
         __syncthreads();  // the digit is known
         prefix = prefix << 8 | digit, passed = before;
+        if (shift == 40) {
+            const u64 found = find_listed(row, bound, by_mass, target, prefix, shift, passed);
+            if (found != ~0ull) return found;
+        }
     }
     return prefix;
 }
