@@ -16,7 +16,8 @@ A format (an entry of the list FORMATS.json; what is left out is that of the cac
   `mean`: the same for the mean of keys alone; `again`: lengths at which the frame is taken again
 - `budget`, `sink`, `recent`, `floor`, `shares` of layers; `norm`: importance adds up to 1 a head;
   `side`: bytes of steps, position and importance a token; `error`: that of widths below 4, times the grid's
-- `scale`: at most one in so many tokens is recent; `step`: single tokens between two plans
+- `scale`: at most one in so many tokens is recent (results without it: 1); `step`: single tokens between
+  two plans
 - `grid` of blocks: `ratios` of so many to an octave (0: any), `equal` weights of blocks; the best
   of `search` steps is taken. Results of 2026-11-27 call `ratios` 1 and 4 "power" and "quarter"
 - `kweight`: how much more an error of keys counts; `power` of importance, relative to the mean
@@ -24,7 +25,7 @@ A format (an entry of the list FORMATS.json; what is left out is that of the cac
 - `gain`: eighths of an octave by which keys of 2 and 3 bits are longer than their codes say
 - to see what costs: `ideal`: codes come from exact values, not from wider codes; `oracle`: importance is that
   at the end of the prompt; `states`: parts leave keys and values of full precision; `exact`: so many first
-  tokens are exact
+  tokens are exact, `exact_side`: "k", "v" or "kv" of them; `first`: what sinks count as receiving at least
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ LOSS = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001040, 0.000304, 0.0
 DEFAULT: dict[str, Any] = {
     "bits": [[r.bits_k, r.bits_v] for r in parse_bits(BITS, 1)[0]],
     "page": TOKENS_PER_PAGE, "ring": 0, "frame": 64, "sink": 4, "recent": 20, "floor": 1.0, "norm": False,
-    "side": 5, "error": 1.0, "step": 8, "again": [], "shares": None, "scale": 1, "plan_length": 1,
+    "side": 5, "error": 1.0, "step": 8, "again": [], "shares": None, "scale": 16, "plan_length": 1,
     "grid": {}, "kweight": 1.0, "power": 1.0, "newest": None, "gain": [0, 0], "ideal": False, "oracle": False,
-    "states": False, "exact": 0,
+    "states": False, "exact": 0, "exact_side": "kv", "first": None,
     "tasks": ["single", "retrieval"],
 }  # fmt: skip
 
@@ -284,9 +285,13 @@ class Cache:
         frame, most = self.frame(length), self.k.shape[-2]
         k, v = self.k.view(-1, self.model.dim), self.v.view(-1, self.model.dim)
         whole = [x.view(-1, self.model.dim) for x in self.whole] if self.form["ideal"] else [k, v]
-        for part in at[at % most >= self.form["exact"]].split(1 << 18):
+        for part in at.split(1 << 18):
             rows = torch.div(part, most, rounding_mode="floor")  # (layer, row, head)
-            k[part], v[part] = self.quantised(whole[0][part], whole[1][part], rows, to, frame)
+            k2, v2 = self.quantised(whole[0][part], whole[1][part], rows, to, frame)
+            place = part % most
+            held = (place < self.form["exact"])[:, None]
+            k[part] = torch.where(held, k[part], k2) if "k" in self.form["exact_side"] else k2
+            v[part] = torch.where(held, v[part], v2) if "v" in self.form["exact_side"] else v2
 
     def quantised(self, k: Any, v: Any, of: Any, to: Any, frame: Frame) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values (m, D) as they are read from pages of widths `to`."""
@@ -377,7 +382,8 @@ class Cache:
         if not form["ring"]:
             least = NEWEST if form["newest"] is None else value.clamp_min(form["newest"])
             value = torch.where(recent, least, value)
-            value = torch.where(position < form["sink"], SINKS, value)
+            sinks = SINKS if form["first"] is None else value.clamp_min(form["first"])
+            value = torch.where(position < form["sink"], sinks, value)
         in_pages = rung.clamp_max(top) if form["ring"] and lookahead else rung  # one by one, to open pages
         kind = torch.where(ring, top + 2, in_pages)
         before = value.argsort(dim=-1, stable=True)

@@ -75,7 +75,7 @@ class MixedPrecisionCache(CacheOptions):
         Number of newest tokens that stay exact, in pages of width 16 of their own.
     sink, recent : int
         Number of first and of newest tokens that are kept at the highest width as long as other tokens can
-        make room.
+        make room; of the newest at most one in 16 of all.
     floor : float
         What the importance of every token is more than what it collects, in even shares of attention: 1 adds
         1 / length. With 0 widths follow attention alone, and what is asked later may be lost; the more, the

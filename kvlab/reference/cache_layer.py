@@ -18,6 +18,8 @@ NO_PAGE = 0xFFFFFFFF
 """Address in a filler, an entry without a page: a rung's entries begin and end with a quad."""
 RECENT, SINK, WINDOW = 253, 254, 255
 """Keys of tokens that outweigh all importance codes, which end at 252; those of the window never move."""
+TOKENS_PER_RECENT = 16
+"""At most one in so many tokens is recent."""
 NEW_TOKEN = 255
 OVER_BUDGET, TABLE_FULL, RETRY = 1, 4, 8
 

@@ -34,6 +34,7 @@ from kvlab.reference.cache_layer import (
     RETRY,
     SEGMENT,
     SINK,
+    TOKENS_PER_RECENT,
     WINDOW,
     Change,
     Group,
@@ -159,7 +160,7 @@ def plan(
     ladder : Ladder
     new : Tokens, optional
     sink, recent : int
-        First and newest positions that outweigh others.
+        First and newest positions that outweigh others; of the newest at most one in 16 of all.
     lookahead : int
         Every bh gets open pages for at least so many tokens to come, at most 16.
     fixed_nbytes : int
@@ -182,6 +183,7 @@ def plan(
     change = Change()
     seqlen = new.first + new.code.shape[1] if new else layer.seqlen
     oldest = seqlen - reach + 1 if reach else 0
+    recent = min(recent, seqlen // TOKENS_PER_RECENT)
     rules = Rules(seqlen, sink, recent, lookahead, by_position, window, floor, oldest)
     groups = _count(layer, new, rules)
     for row in range(layer.batch):

@@ -83,6 +83,17 @@ def test_sinks_and_recent_tokens_stay_at_the_top() -> None:
     assert min(r for r, _ in found.values()) < 2
 
 
+def test_of_the_newest_at_most_one_in_16_outweighs_others() -> None:
+    layer = empty_layer("2348", 1, 1, 80, 3 * 1112 + 2 * 4184 + 100, 100)
+    simulation = Simulation(layer, "2348")
+    codes = np.full((1, 64), 200, np.uint8)
+    codes[0, :4] = codes[0, -8:] = 0
+    simulation.change(Tokens(codes, np.ones((1, 64), bool), 0))
+    found = simulation.levels()
+    assert {found[0, position][0] for position in [*range(4), *range(60, 64)]} == {3}
+    assert {found[0, position][0] for position in range(56, 60)} == {0}
+
+
 def test_a_plan_behind_a_crop_drops_what_is_beyond_the_end() -> None:
     rng = np.random.default_rng(0)
     layer = empty_layer("248", 2, 2, 80, 200_000, 300)

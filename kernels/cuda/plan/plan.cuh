@@ -5,6 +5,7 @@
 #include "pages/state.cuh"
 
 constexpr int KEYS = 256, RECENT = 253, SINK = 254, WINDOW = 255;
+constexpr int TOKENS_PER_RECENT = 16;  // at most one in so many tokens is recent
 enum Choice { BY_PRICE, UNIFORM, ON_HOST };
 constexpr int MAX_LEVELS = CACHE_RUNGS + 1;
 constexpr u8 DROPPED = 0x80;           // in PlanCall::after
@@ -89,6 +90,7 @@ struct Plan {
     const LayerState& s;
     int layer, num_bh, groups, classes, levels, seqlen;
     int oldest;  // the first position that stays
+    int recent;  // the first of the newest positions, which outweigh others
 
     __device__ __forceinline__ Plan(const PlanCall& c, int number)
         : call(c), s(c.layers[number]), layer(number) {
@@ -97,6 +99,7 @@ struct Plan {
         classes = s.num_rungs + 1;
         levels = s.num_rungs + s.evicts;
         seqlen = call.num_new ? call.first_position + call.num_new : s.seqlen[0];
+        recent = seqlen - min(call.recent, seqlen / TOKENS_PER_RECENT);
         oldest = s.sliding_window ? (int)(seqlen + 1ll - s.sliding_window - call.rewind) : 0;
     }
     __device__ __forceinline__ u64 group(int g) const { return (u64)layer * groups + g; }
@@ -195,7 +198,7 @@ struct Plan {
         if (!PLAIN && position < oldest) return -1;
         if (!PLAIN && position >= window) return position < seqlen ? WINDOW : -1;
         if (call.by_position) code = encode_importance(__fdiv_rn(1.f, (float)(seqlen - position)));
-        const int k = position >= seqlen - call.recent ? RECENT : min((int)code, RECENT - 1);
+        const int k = position >= recent ? RECENT : min((int)code, RECENT - 1);
         return position < call.sink ? SINK : k;
     }
 };

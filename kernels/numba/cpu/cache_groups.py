@@ -17,6 +17,8 @@ NO_PAGE = 0xFFFFFFFF
 """Address in a filler, an entry without a page. Tables are sorted by rung, whole quads of each."""
 RECENT, SINK, WINDOW = 253, 254, 255
 """Keys of tokens that outweigh all importance codes, which end at 252; those of the window never move."""
+TOKENS_PER_RECENT = 16
+"""At most one in so many tokens is recent."""
 NEW_TOKEN, DROPPED = 255, -1
 OVER_BUDGET, TABLE_FULL, RETRY = 1, 4, 8
 """Bits of a layer's status."""
@@ -158,7 +160,7 @@ def key_of(rules, code, position, window):
         return WINDOW
     if position < rules.sink:
         return SINK
-    if position >= rules.seqlen - rules.recent:
+    if position >= rules.seqlen - min(rules.recent, rules.seqlen // TOKENS_PER_RECENT):
         return RECENT
     if rules.by_position:
         age = np.float64(rules.seqlen - position)
