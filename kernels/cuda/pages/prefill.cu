@@ -11,7 +11,7 @@
 // than running it. Each profile has code of its own: plans make lists rung by rung, and a CTA takes
 // neighbours of a short list.
 //
-// Macros: HEAD_DIM; BF16; IN_BLOCKS: whether the ladder has profiles, and PROFILES, which.
+// Macros: HEAD_DIM; BF16; PROFILES, if keys are in blocks (pages/profiles.cuh).
 #include "common/async_copies.cuh"
 #include "pages/state.cuh"
 #include "pages/words.cuh"
@@ -388,5 +388,5 @@ extern "C" __global__ void BOUNDS write_prefill(const LayerState* __restrict__ l
 
 // gate: HEAD_DIM=128,64,80,96 BF16=1,0 registers<=128
 // gate: HEAD_DIM=256 BF16=1,0 registers<=255
-// gate: HEAD_DIM=128,64 BF16=1,0 IN_BLOCKS=1 PROFILES=k4220k4422k8422k8444k8888 registers<=128
-// gate: HEAD_DIM=256 BF16=1,0 IN_BLOCKS=1 PROFILES=k4220k4422k8422k8444k8888 registers<=255
+// gate: HEAD_DIM=128,64 BF16=1,0 PROFILES=k4220k4422k8422k8444k8888 registers<=128
+// gate: HEAD_DIM=256 BF16=1,0 PROFILES=k4220k4422k8422k8444k8888 registers<=255

@@ -160,7 +160,7 @@ def write_tokens(
     """
     in_blocks = bool(profiles)
     if groups * layers >= _MANY_PAGES and _can_prefill(fresh):
-        kernel = _kernel("pages/prefill", "write_prefill", head_dim, dtype, device, in_blocks, profiles)
+        kernel = _kernel("pages/prefill", "write_prefill", head_dim, dtype, device, profiles=profiles)
         row = -(-2 * head_dim // 128) * 128
         own = 7 * head_dim + 1952 if in_blocks else 5 * head_dim + 1904
         each = -(-(own + TOKENS_PER_PAGE * row) // 128) * 128  # WarpSpace in pages/prefill.cu
@@ -172,7 +172,7 @@ def write_tokens(
         grid = _grid(-(-groups // (4 * warps)), layers, multiprocessors(device))
         kernel(grid, (32 * warps,), (states, lists, fresh), warps * each, stream)
         return
-    kernel = _kernel("pages/write", "write_tokens", head_dim, dtype, device, in_blocks, profiles)
+    kernel = _kernel("pages/write", "write_tokens", head_dim, dtype, device, profiles=profiles)
     blocks = _BLOCKS if fresh["k"] else _FEW_BLOCKS
     warps = _WRITE_THREADS // 32
     grid = _grid(-(-groups // warps), layers, blocks * multiprocessors(device))
