@@ -60,7 +60,7 @@ struct alignas(128) WarpSpace {
     Pages pages_of[2];  // these and the next, by stages
 };
 static_assert(sizeof(WarpSpace) ==
-                  ((IN_BLOCKS ? 7 * HEAD_DIM + 1952 : 5 * HEAD_DIM + 1904) + PAGE * ROW_BYTES + 127) / 128 *
+                  ((IN_BLOCKS ? 13 * HEAD_DIM + 1968 : 5 * HEAD_DIM + 1904) + PAGE * ROW_BYTES + 127) / 128 *
                       128,
               "as the host reserves");
 

@@ -144,8 +144,9 @@ __device__ __forceinline__ void fill_rows(Side side, int kinds, const LayerState
         if (!(kinds & (from.bits == 16 ? RAW_ROWS : CODED_ROWS))) continue;
         u8* const row = row_for(rows, move);
         if (is_stored(move)) {
+            const u8 step = from.bits != 16 ? from.steps[move.from_slot] : 0;  // asked for before codes
             take_stored(side, from, move.from_slot, row, lane);
-            if (lane == 0) page.steps[move.to_slot] = from.bits != 16 ? from.steps[move.from_slot] : 0;
+            if (lane == 0) page.steps[move.to_slot] = step;
         } else if (move.from_rung != NO_MOVE && !shared.in_units) {
             const u16* vector = new_vector(side, new_tokens, place_of(new_tokens, move, shared));
 #pragma unroll 4
