@@ -162,7 +162,7 @@ def write_tokens(
     if groups * layers >= _MANY_PAGES and _can_prefill(fresh):
         kernel = _kernel("pages/prefill", "write_prefill", head_dim, dtype, device, profiles=profiles)
         row = -(-2 * head_dim // 128) * 128
-        own = 13 * head_dim + 1968 if in_blocks else 5 * head_dim + 1904
+        own = 13 * head_dim + 1984 if in_blocks else 5 * head_dim + 1920
         each = -(-(own + TOKENS_PER_PAGE * row) // 128) * 128  # WarpSpace in pages/prefill.cu
         on_hopper = 24 if in_blocks and head_dim < 128 else 20
         most = {9: on_hopper, 12: 12}.get(compute_capability(device)[0], 16)  # WARPS there
