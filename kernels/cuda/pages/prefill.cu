@@ -256,7 +256,7 @@ struct StoreKeys {
 };
 #endif
 
-#if IN_BLOCKS && __CUDA_ARCH__ < 900
+#if IN_BLOCKS && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200)
 #define BOUNDS __launch_bounds__(WARPS * 32, 1)  // else the compiler spills to have two CTAs at head_dim 64
 #else
 #define BOUNDS __launch_bounds__(WARPS * 32)
@@ -389,5 +389,6 @@ extern "C" __global__ void BOUNDS write_prefill(const LayerState* __restrict__ l
 
 // gate: HEAD_DIM=128,64,80,96 BF16=1,0 registers<=128
 // gate: HEAD_DIM=256 BF16=1,0 registers<=255
-// gate: HEAD_DIM=128,64 BF16=1,0 PROFILES=k4220k4422k8422k8444k8888 registers<=128
+// gate: HEAD_DIM=128,64 BF16=1,0 PROFILES=k4220k4422k8422k8444k8888 registers<=128 arch=sm_80,sm_90a,sm_100a
+// gate: HEAD_DIM=128,64 BF16=1,0 PROFILES=k4220k4422k8422k8444k8888 registers<=168 arch=sm_120a
 // gate: HEAD_DIM=256 BF16=1,0 PROFILES=k4220k4422k8422k8444k8888 registers<=255
