@@ -246,7 +246,7 @@ def key_gain(
     """Return what blocks of rotated keys are multiplied by, (Hkv, 4): a root mean square of 16 remains.
 
     Numbers of 11 significant bits, so that products with sums of as many are exact. A block of almost
-    nothing counts as a 256th of the largest, and one that would need more than 2**100 has gain 1. Too few tokens
+    nothing counts as a 256th of the largest; where that takes more than 2**100 its gain is 1. Too few tokens
     for a mean give all blocks one gain.
 
     Examples
