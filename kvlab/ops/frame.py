@@ -293,7 +293,8 @@ def key_gain(
     """Return what blocks of rotated keys are multiplied by, (Hkv, 4): a root mean square of 16 remains.
 
     Numbers of 11 significant bits, so that products with sums of as many are exact. A block of almost
-    nothing counts as a 256th of the largest. Too few tokens for a mean give all blocks one gain.
+    nothing counts as a 256th of the largest; where that takes more than 2**100 its gain is 1. Too few tokens
+    for a mean give all blocks one gain.
 
     Examples
     --------
@@ -317,7 +318,7 @@ def key_gain(
         squares = np.ldexp(sums / max(len(sample) * each, 1), log - (log + 1) // 2 * 2)
         ratio = np.sqrt(np.where(squares < np.inf, squares, 0))
         gain = _GAIN / np.maximum(ratio, ratio.max(1, keepdims=True) * _LEAST_RATIO)
-    part, power = np.frexp(np.where(gain < np.inf, gain, 1))
+    part, power = np.frexp(np.where(gain <= 2.0**-LEAST_EXPONENT, gain, 1))
     return np.ldexp(part.astype(np.float16).astype(np.float32), power)
 
 

@@ -70,7 +70,9 @@ def test_prefill(monkeypatch: pytest.MonkeyPatch, bits: str, head_dim: int, dtyp
     few_warps(monkeypatch)
     taken, kernel = [], kernels._kernel
     monkeypatch.setattr(
-        kernels, "_kernel", lambda source, *args: taken.append(source) or kernel(source, *args)
+        kernels,
+        "_kernel",
+        lambda source, *args, **options: taken.append(source) or kernel(source, *args, **options),
     )
     run_moves(device, rows, k, v, importance, steps, 0)
     assert taken == ["pages/prefill"], "another kernel was taken"

@@ -54,7 +54,7 @@ def reciprocal(x: np.float32, ulps: int) -> np.float32:
     return result
 
 
-# ---- pages/search.cuh: float32
+# ---- pages/search.cuh, and pages/encode_tile.cuh at 8 bits: float32
 
 
 def test_rounding_by_a_sum() -> None:
@@ -82,7 +82,7 @@ def test_floor_of_a_part(bits: int, step: float, ulps: int) -> None:
     assert not np.array_equal(part_codes(step, bits, ulps, spare=0.0), floors(NUMBERS, step, bits))
 
 
-# ---- pages/encode_tile.cuh: float16, where a whole number n is n 2**-24
+# ---- pages/encode_tile.cuh below 8 bits: float16, where a whole number n is n 2**-24
 
 
 def half(x: Any) -> Doubles:
@@ -113,23 +113,6 @@ def test_floor_in_float16_has_little_to_spare() -> None:
         assert min(wrong) == first
     for bits, step in HALVES:
         assert (half_codes(step, bits, spare=0.0) != floors(NUMBERS, step, bits)).any()
-
-
-@pytest.mark.parametrize("ulps", range(-2, 3))
-@pytest.mark.parametrize("step", steps_in_parts(8))
-def test_floor_of_eight_bits(step: int, ulps: int) -> None:
-    """By float32, rounded to nearest twice: half a number more keeps quotients from halves.
-
-    What lies at the upper end of the grid is to be cut, and nothing else.
-    """
-    numbers = np.arange(-256 * step, 256 * step + 1)
-    per_cell = np.float32(0.5) * reciprocal(np.float32(np.ldexp(step, -24)), ulps)
-    first = np.float32(2.0**-25 * np.float64(per_cell) + 127.5)
-    whole = (np.ldexp(numbers, -24) * np.float64(per_cell) + np.float64(first)).astype(np.float32)
-    code = whole.astype(np.float64) + ROUNDER
-    bits = code.astype(np.float32).view(np.uint32) & 0xFFFF
-    assert bits.max() == 256
-    assert np.array_equal(np.minimum(bits, 255), floors(numbers, step, 8))
 
 
 # ---- both: the search, in bytes

@@ -99,6 +99,9 @@ def test_ties_go_to_the_lower_channel_and_few_tokens_give_no_order() -> None:
     assert (few.gain == few.gain[0]).all()
     nothing = frame_of(np.zeros((64, 64), np.float32))
     assert (nothing.gain == 1).all()
+    faint = keys(np.random.default_rng(0), 64, 64)
+    faint[4:] *= np.float32(1e-38)  # behind sinks of usual size
+    assert (frame_of(faint).gain == 1).all()
     wild = frame_of(np.full((64, 64), np.nan, np.float32))
     assert np.isfinite(wild.gain).all()
     assert (np.sort(wild.order) == np.arange(64)).all()

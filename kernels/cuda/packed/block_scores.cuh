@@ -1,4 +1,4 @@
-// Scores of keys in blocks of channels, in float16: see packed/scores.cuh and packed/profiles.cuh.
+// Scores of keys in blocks of channels, in float16: see packed/scores.cuh and pages/profiles.cuh.
 //
 // A quad has accumulators for all runs of blocks; they are brought into the units of the next run behind
 // each.
@@ -9,7 +9,7 @@
 // Elements that products of a run's codes stand for, of rows g (even) and g + 8 (odd) of a tile.
 template <int BITS>
 __host__ __device__ constexpr float unit_of_codes(bool odd) {
-    return half_cell(BITS) / (1 << (odd ? Fields<BITS>::ODD : Fields<BITS>::EVEN));
+    return (float)factor_of_width(BITS) / (1 << (odd ? Fields<BITS>::ODD : Fields<BITS>::EVEN));
 }
 
 // Adds the products of the runs from BLOCK on, whose words begin at WORD. The sums come and go in units of
@@ -18,8 +18,8 @@ template <int PROFILE, int BLOCK, int WORD>
 __device__ __forceinline__ void add_runs(const Item& item, const Query& query, float (&sums)[4][4],
                                          int lane) {
     constexpr int BITS = width_of_block(PROFILE, BLOCK);
-    constexpr int END = end_of_run(PROFILE, BLOCK), FIRST = BLOCK * TILES_D / 4;
-    constexpr int TILES = (END - BLOCK) * TILES_D / 4, NEXT = width_of_block(PROFILE, END);
+    constexpr int END = end_of_run(PROFILE, BLOCK), FIRST = BLOCK * BLOCK_TILES;
+    constexpr int TILES = (END - BLOCK) * BLOCK_TILES, NEXT = width_of_block(PROFILE, END);
 #pragma unroll
     for (int group = 0; group < groups_of<BITS>(TILES); ++group) {
 #pragma unroll

@@ -9,7 +9,7 @@ constexpr int CODED = 15, RAW = 16;  // which bits of the macros WIDTHS_K and WI
 struct Rung {
     const u8* pool;
     u32 record;
-    u16 bits_k, bits_v;  // bits_k may be a profile (packed/profiles.cuh)
+    u16 bits_k, bits_v;  // bits_k may be a profile (pages/profiles.cuh)
 };
 
 struct Call {

@@ -1,4 +1,4 @@
-// Scores of keys in blocks of channels by integer products: see packed/int8_mma.cuh and packed/profiles.cuh.
+// Scores of keys in blocks of channels by integer products: see packed/int8_mma.cuh and pages/profiles.cuh.
 //
 // A run of blocks has accumulators of its own: codes stand at other bits of their bytes in others. They start
 // at zero; what lies between codes and elements is taken off once.
@@ -22,8 +22,8 @@ __device__ __forceinline__ void add_runs(const Item& item, const Query& query, f
                                          int lane) {
     constexpr int BITS = width_of_block(PROFILE, BLOCK);
     if constexpr (BITS > 0) {
-        constexpr int END = end_of_run(PROFILE, BLOCK), FIRST = BLOCK * TILES_D / 4;
-        constexpr int TILES = (END - BLOCK) * TILES_D / 4;
+        constexpr int END = end_of_run(PROFILE, BLOCK), FIRST = BLOCK * BLOCK_TILES;
+        constexpr int TILES = (END - BLOCK) * BLOCK_TILES;
         u32 sums[LANE_ROWS][4][4];
 #pragma unroll
         for (int i = 0; i < 16 * LANE_ROWS; ++i) sums[i / 16][i / 4 % 4][i % 4] = SIGNED_ZERO;
@@ -53,7 +53,7 @@ __device__ __forceinline__ void add_runs(const Item& item, const Query& query, f
             const int j = i % LANE_ROWS, slot = i / LANE_ROWS;
             const u32* const parts = sums[j][slot / 2] + slot % 2 * 2;
             s[slot][j] = fmaf(joined<SIGNED_ZERO>(parts[0], parts[1]),
-                              half_cell(BITS) / (slot % 2 ? ODD : EVEN), s[slot][j]);
+                              (float)factor_of_width(BITS) / (slot % 2 ? ODD : EVEN), s[slot][j]);
         }
         add_runs<PROFILE, END, WORD + words_of(BITS, TILES)>(item, query, s, lane);
     }

@@ -9,7 +9,7 @@ constexpr bool THREE_BITS = WIDTHS_K & 2, ONE_KEY_WIDTH = (WIDTHS_K & (WIDTHS_K 
 constexpr float MOST = 127 * 256 + 127;
 
 // Sums of the fixed-point numbers of a row: of all, and of those for 3 bits; of each block, if there are any.
-#ifdef PROFILES
+#if IN_BLOCKS
 using RowSums = float4;
 #else
 using RowSums = int2;
@@ -97,11 +97,11 @@ __device__ __forceinline__ int add_up(const Query& query, int j, int first, int 
 }
 
 __device__ __forceinline__ RowSums sums_of_row(const Query& query, int j) {
-#ifdef PROFILES
-    constexpr int TILES = TILES_D / 4;
-    return {(float)add_up<false>(query, j, 0, TILES), (float)add_up<false>(query, j, TILES, 2 * TILES),
-            (float)add_up<false>(query, j, 2 * TILES, 3 * TILES),
-            (float)add_up<false>(query, j, 3 * TILES, 4 * TILES)};
+#if IN_BLOCKS
+    const auto of_block = [&](int block) {
+        return (float)add_up<false>(query, j, block * BLOCK_TILES, (block + 1) * BLOCK_TILES);
+    };
+    return {of_block(0), of_block(1), of_block(2), of_block(3)};
 #else
     return {WIDTHS_K != 2 ? add_up<false>(query, j, 0, 2 * TWOS_D) : 0,
             THREE_BITS ? add_up<true>(query, j, 0, 2 * TWOS_D) : 0};

@@ -35,7 +35,7 @@
 // `rows`.
 //
 // Macros: HEAD_DIM; BF16; WIDTHS_K, WIDTHS_V: which widths occur, as a sum of 1 (2 bits), 2 (3 bits), 4 (4
-// bits), 8 (8 bits), 16 (16 bits); PROFILES, if keys are in blocks (packed/profiles.cuh); INT8_MMA; WARPS;
+// bits), 8 (8 bits), 16 (16 bits); PROFILES, if keys are in blocks (pages/profiles.cuh); INT8_MMA; WARPS;
 // SOFTCAP; WINDOW; KEEP_SCORES: bytes of a saved score, 1 (packed/saved_scores.cuh) or 4, or 0.
 #include "common/early_launch.cuh"
 #include "packed/split_kv.cuh"
@@ -47,7 +47,7 @@
 #if INT8_MMA
 #include "packed/int8_mma.cuh"
 #include "packed/int8_query.cuh"
-#ifdef PROFILES
+#if IN_BLOCKS
 #include "packed/int8_block_scores.cuh"
 #else
 #include "packed/int8_scores.cuh"
@@ -55,7 +55,7 @@
 #include "packed/int8_values.cuh"
 #else
 #include "packed/basis.cuh"
-#ifdef PROFILES
+#if IN_BLOCKS
 #include "packed/block_scores.cuh"
 #else
 #include "packed/scores.cuh"
@@ -79,10 +79,8 @@ struct RawQuery {
     u16 exponents;
 };
 
-constexpr int KEY_BLOCK = KEYS_IN_BLOCKS ? HEAD_DIM / 4 & -(HEAD_DIM / 4) : HADAMARD_BLOCK;
-constexpr float KEY_NORM = !KEYS_IN_BLOCKS   ? NORM
-                           : KEY_BLOCK == 64 ? 1.f / 8
-                                             : 1.f / 4;  // 2^-(t // 2) of 2^t
+constexpr int KEY_BLOCK = IN_BLOCKS ? HEAD_DIM / 4 & -(HEAD_DIM / 4) : HADAMARD_BLOCK;
+constexpr float KEY_NORM = !IN_BLOCKS ? NORM : KEY_BLOCK == 64 ? 1.f / 8 : 1.f / 4;  // 2^-(t // 2) of 2^t
 
 __device__ __forceinline__ void read_query(const Call& call, const Sequence& s, int warp, int lane,
                                            RawQuery& raw) {
@@ -96,12 +94,12 @@ __device__ __forceinline__ void read_query(const Call& call, const Sequence& s, 
         raw.q[i] = q[lane + 32 * i];
         raw.mean[i] = mean[lane + 32 * i];
         raw.shifts[i] = shifts[lane + 32 * i];
-        if (KEYS_IN_BLOCKS) {
+        if (IN_BLOCKS) {
             raw.order[i] = ((const u16*)(call.k_order + (u64)s.pair * HEAD_DIM))[lane + 32 * i];
             raw.gain[i] = call.k_gain[4 * (u64)s.pair + (lane + 32 * i) / (HEAD_DIM / 8)];
         }
     }
-    if (KEYS_IN_BLOCKS) raw.exponents = ((const u16*)call.exponent)[s.pair];
+    if (IN_BLOCKS) raw.exponents = ((const u16*)call.exponent)[s.pair];
 }
 
 __device__ __forceinline__ int key_exponent(const RawQuery& raw) {
@@ -116,7 +114,7 @@ __device__ __forceinline__ int value_exponent(const RawQuery& raw) {
 // largest magnitude and what the mean of the keys adds to its scores.
 __device__ __forceinline__ void rotate_query(const RawQuery& raw, float scale_log2, float* x, int lane) {
     float bias = 0.f, amax = 0.f;
-    if (KEYS_IN_BLOCKS) scale_log2 = times_exp2(scale_log2, key_exponent(raw));
+    if (IN_BLOCKS) scale_log2 = times_exp2(scale_log2, key_exponent(raw));
     float2 pairs[PAIRS_OF_LANE];
 #pragma unroll
     for (int i = 0; i < PAIRS_OF_LANE; ++i) {
@@ -127,7 +125,7 @@ __device__ __forceinline__ void rotate_query(const RawQuery& raw, float scale_lo
         pairs[i] = {pair.x * low * (KEY_NORM * scale_log2), pair.y * high * (KEY_NORM * scale_log2)};
         bias += pair.x * m.x + pair.y * m.y;
     }
-    if (KEYS_IN_BLOCKS) {
+    if (IN_BLOCKS) {
 #pragma unroll
         for (int i = 0; i < PAIRS_OF_LANE; ++i) ((float2*)x)[lane + 32 * i] = pairs[i];
         __syncwarp();  // the row is written
@@ -136,7 +134,7 @@ __device__ __forceinline__ void rotate_query(const RawQuery& raw, float scale_lo
         __syncwarp();  // every lane has its channels
     }
     hadamard_row<KEY_BLOCK>(pairs, lane);
-    if (KEYS_IN_BLOCKS) {
+    if (IN_BLOCKS) {
 #pragma unroll
         for (int i = 0; i < PAIRS_OF_LANE; ++i) {
             const float inverse = __fdividef(1.f, raw.gain[i]);
@@ -186,8 +184,7 @@ __device__ __forceinline__ void write_row(const Call& call, const Sequence& s, i
     for (int i = 0; i < PAIRS_OF_LANE; ++i) {
         if (lane + 32 * i < HEAD_DIM / 2) {
             float2 y = {pairs[i].x * factor, pairs[i].y * factor};
-            if (KEYS_IN_BLOCKS && (WIDTHS_V & CODED))
-                y = {times_exp2(y.x, exponent), times_exp2(y.y, exponent)};
+            if (IN_BLOCKS && (WIDTHS_V & CODED)) y = {times_exp2(y.x, exponent), times_exp2(y.y, exponent)};
             out[lane + 32 * i] = pack_pair(y.x, y.y);
         }
     }
@@ -196,7 +193,7 @@ __device__ __forceinline__ void write_row(const Call& call, const Sequence& s, i
             sum == 0.f ? -INFINITY_F : (row_max + log2f(sum)) * LN2;
 }
 
-#ifdef PROFILES
+#if IN_BLOCKS
 // Scores of keys of a profile of the list from number I on, less `base`.
 template <int I>
 __device__ __forceinline__ void scores_of_profile(int profile, const Item& item, const Query& query,
@@ -226,8 +223,7 @@ struct Schedule {
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const __grid_constant__ Call call) {
     extern __shared__ __align__(128) u8 shared[];
     __shared__ __align__(16) u8 labels[WARPS][MAX_STAGES][LABEL_BYTES];  // of slots
-    __shared__ __align__(KEYS_IN_BLOCKS ? 16
-                                        : 8) float rows[ROWS_FLOATS];  // or what load_query makes of them
+    __shared__ __align__(IN_BLOCKS ? 16 : 8) float rows[ROWS_FLOATS];    // or what load_query makes of them
     __shared__ int exponent_of_values;
     __shared__ int arrived;
     __shared__ Schedule schedules[WARPS];
@@ -344,7 +340,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
         if (WIDTHS_K & CODED) {
             if (number != schedule.queried) read_query(call, sequence, warp, lane, raw);
             if (warp < sequence.rows) rotate_query(raw, call.scale * LOG2E, rows + warp * ROW_FLOATS, lane);
-            if (KEYS_IN_BLOCKS && threadIdx.x == 0) exponent_of_values = value_exponent(raw);
+            if (IN_BLOCKS && threadIdx.x == 0) exponent_of_values = value_exponent(raw);
             raw = {};         // or it takes registers until the next sequence
             __syncthreads();  // all query rows are rotated
             load_query(rows, sequence.rows, lane, query);
@@ -390,7 +386,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
             float base[LANE_ROWS];
 #pragma unroll
             for (int j = 0; j < LANE_ROWS; ++j) base[j] = SOFTCAP ? 0.f : state.row_max[j];
-#ifdef PROFILES
+#if IN_BLOCKS
             scores_of_profile<0>(bits_k, item, query, base, s, lane);
 #else
             if ((WIDTHS_K & 1) && bits_k == 2) coded_scores<2>(item, query, base, s, lane);
@@ -415,8 +411,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
             if (!words.are_full()) mask_unused(words, s, lane);
             if (masked) mask_before_window(offsets, words, visible, s);
 #if !INT8_MMA
-            if (state.bits != bits_v)
-                change_basis(state, bits_v, KEYS_IN_BLOCKS ? exponent_of_values : 0, lane);
+            if (state.bits != bits_v) change_basis(state, bits_v, IN_BLOCKS ? exponent_of_values : 0, lane);
             if ((WIDTHS_V & RAW) && bits_v == 16) {
                 update_row_max<false>(s, {}, state);
                 save(s);
@@ -443,7 +438,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
 #if INT8_MMA
         finish(state);
 #else
-        if (WIDTHS_V & CODED) change_basis(state, 0, KEYS_IN_BLOCKS ? exponent_of_values : 0, lane);
+        if (WIDTHS_V & CODED) change_basis(state, 0, IN_BLOCKS ? exponent_of_values : 0, lane);
 #endif
 #pragma unroll
         for (int j = 0; j < LANE_ROWS; ++j) {
@@ -490,8 +485,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
         }
         if (last)
             for (int r = warp; r < sequence.rows; r += WARPS)
-                write_row(call, sequence, r, rows + r * ROW_FLOATS, KEYS_IN_BLOCKS ? exponent_of_values : 0,
-                          lane);
+                write_row(call, sequence, r, rows + r * ROW_FLOATS, IN_BLOCKS ? exponent_of_values : 0, lane);
         __syncthreads();  // `rows` may be written again
         position = stop;
         start += quads;

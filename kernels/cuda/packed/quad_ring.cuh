@@ -8,8 +8,8 @@
 #include "packed/state.cuh"
 
 constexpr int MAX_STAGES = 6;
-constexpr bool MAY_BE_ONE = (KEYS_IN_BLOCKS || WIDTHS_K & 7) && (WIDTHS_V & 7),
-               ALL_ARE_ONE = !KEYS_IN_BLOCKS && (WIDTHS_K | WIDTHS_V) <= 7;
+constexpr bool MAY_BE_ONE = (IN_BLOCKS || WIDTHS_K & 7) && (WIDTHS_V & 7),
+               ALL_ARE_ONE = !IN_BLOCKS && (WIDTHS_K | WIDTHS_V) <= 7;
 
 // The bits of a page, which are known if there is one width.
 template <int WIDTHS>
@@ -19,12 +19,15 @@ __host__ __device__ constexpr int bits_of(int bits) {
 
 // The width or profile of K of a page, which is known if there is one.
 __device__ __forceinline__ int key_bits_of(int bits_k) {
-    if (KEYS_IN_BLOCKS) return NUM_PROFILES == 1 && !(WIDTHS_K & RAW) ? profile_at(0) : bits_k;
+#if IN_BLOCKS
+    return NUM_PROFILES == 1 && !(WIDTHS_K & RAW) ? profile_at(0) : bits_k;
+#else
     return bits_of<WIDTHS_K>(bits_k);
+#endif
 }
 
 __device__ __forceinline__ bool is_one_item(int bits_k, int bits_v) {
-    if (KEYS_IN_BLOCKS) return MAY_BE_ONE && bits_k != 16 && sum_of_widths(bits_k) + 4 * bits_v <= 32;
+    if (IN_BLOCKS) return MAY_BE_ONE && bits_k != 16 && widths_before(bits_k, KEY_BLOCKS) + 4 * bits_v <= 32;
     return ALL_ARE_ONE || (MAY_BE_ONE && bits_k + bits_v <= 8);
 }
 
@@ -38,8 +41,8 @@ __device__ __forceinline__ u32 side_bytes(int bits) {
 }
 
 __device__ __forceinline__ u32 key_side_bytes(int bits_k) {
-    if (!KEYS_IN_BLOCKS || ((WIDTHS_K & RAW) && bits_k == 16)) return side_bytes(bits_k);
-    return 128 * ((sum_of_widths(bits_k) * (TILES_D / 4) + 3) / 4) + 16;
+    if (!IN_BLOCKS || ((WIDTHS_K & RAW) && bits_k == 16)) return side_bytes(bits_k);
+    return 128 * words_of(widths_before(bits_k, KEY_BLOCKS), BLOCK_TILES) + 16;
 }
 
 // What an item has of a page of its quad, pages `first` to `first` + `pages` - 1.

@@ -5,7 +5,7 @@
 
 // With one width of coded keys the factor of second tiles is in the query, else it is put there for each
 // quad.
-constexpr bool ONE_KEY_WIDTH = ((WIDTHS_K & CODED) & ((WIDTHS_K & CODED) - 1)) == 0 && !KEYS_IN_BLOCKS;
+constexpr bool ONE_KEY_WIDTH = ((WIDTHS_K & CODED) & ((WIDTHS_K & CODED) - 1)) == 0 && !IN_BLOCKS;
 constexpr int SECOND_OF_KEYS = ONE_KEY_WIDTH && WIDTHS_K & 1 ? Fields<2>::SECOND : 0;
 
 // A float16 query is exact until it is rotated, so what rounding it then takes off must not stay off: the
@@ -46,10 +46,10 @@ __device__ __forceinline__ void load_query(float* rows, int row_count, int lane,
         }
         mma_half(sums, ones, query.rotated[i][0], query.rotated[i][1]);
         if (WITH_RESIDUAL) mma_half(sums, ones, residual[i][0], residual[i][1]);
-        if (KEYS_IN_BLOCKS && i % (TILES_D / 4) == TILES_D / 4 - 1) {
+        if (IN_BLOCKS && i % BLOCK_TILES == BLOCK_TILES - 1) {
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
-                if (threadIdx.x < 4) sums_of_blocks[4 * (2 * u + j) + i / (TILES_D / 4)] = sums[j];
+                if (threadIdx.x < 4) sums_of_blocks[4 * (2 * u + j) + i / BLOCK_TILES] = sums[j];
                 sums[j] = 0.f;
             }
         }
@@ -64,7 +64,7 @@ __device__ __forceinline__ void load_query(float* rows, int row_count, int lane,
         query.bias[j] = rows[min(2 * u + j, row_count - 1) * ROW_FLOATS + HEAD_DIM + 1];
     }
     query.sums_of_blocks = (const float4*)sums_of_blocks + 2 * u;
-    if (KEYS_IN_BLOCKS && !WITH_RESIDUAL) __syncthreads();  // sums are stored
+    if (IN_BLOCKS && !WITH_RESIDUAL) __syncthreads();  // sums are stored
     if (WITH_RESIDUAL) {
         __syncthreads();  // every warp has read the rows, sums are stored
 #pragma unroll

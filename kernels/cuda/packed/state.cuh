@@ -5,13 +5,13 @@
 #pragma once
 
 #include "packed/call.cuh"
-#include "packed/profiles.cuh"
+#include "pages/profiles.cuh"
 #include "pages/codes.cuh"
 
 constexpr int TILES_D = HEAD_DIM / 16, ROW_FLOATS = HEAD_DIM + 2;
 // Eight rows in shared memory become fragments of two tiles each, sums and units (packed/int8_query.cuh).
 constexpr int TWOS_D = (TILES_D + 1) / 2, FRAGMENT_FLOATS = 256 * TWOS_D;
-constexpr int ROWS_FLOATS = FRAGMENT_FLOATS + (KEYS_IN_BLOCKS ? 48 : 32);
+constexpr int ROWS_FLOATS = FRAGMENT_FLOATS + (IN_BLOCKS ? 48 : 32);
 constexpr int LANE_ROWS = INT8_MMA == 1 ? 1 : 2;
 constexpr int HADAMARD_BLOCK = HEAD_DIM & -HEAD_DIM;
 constexpr float MIN_ROW_MAX = -1e30f;

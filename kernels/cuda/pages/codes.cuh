@@ -11,6 +11,8 @@
 
 #include "common/pairs.cuh"
 
+constexpr int KEY_BLOCKS = 4;  // of channels of keys, in ladders with profiles
+
 // Words that a lane has of a side of `tiles` tiles.
 __host__ __device__ constexpr int words_of(int bits, int tiles) {
     return (bits * tiles + 3) / 4;
@@ -150,3 +152,24 @@ __device__ __forceinline__ Scales scales_of(const u32 (&bytes)[2]) {
     }
     return r;
 }
+
+// `call`, in which BITS is the width of codes.
+#define KVLAB_FOR_WIDTH(bits, call) \
+    switch (bits) {                 \
+        case 2: {                   \
+            constexpr int BITS = 2; \
+            call;                   \
+        } break;                    \
+        case 3: {                   \
+            constexpr int BITS = 3; \
+            call;                   \
+        } break;                    \
+        case 4: {                   \
+            constexpr int BITS = 4; \
+            call;                   \
+        } break;                    \
+        case 8: {                   \
+            constexpr int BITS = 8; \
+            call;                   \
+        } break;                    \
+    }

@@ -17,8 +17,33 @@ __host__ __device__ constexpr bool has_width(int width) {
     return false;
 }
 
-// What numbers of rows g and g + 8 are multiplied by, block by block.
-using Factors = float[KEY_BLOCKS][2];
+// What numbers of rows g and g + 8 are multiplied by, block by block, but for powers of 2: float16 in both
+// halves, its exponent modulo 64.
+struct Mantissas {
+    u32 gains[KEY_BLOCKS];
+    Two<u32> steps;  // in place of gains, in rows that come from codes; else 0
+
+    __device__ __forceinline__ static Mantissas ones() {
+        constexpr u32 ONE = 0x3c003c00u;
+        return {{ONE, ONE, ONE, ONE}, {0u, 0u}};
+    }
+
+    // That of a block and a row, raised by a power of 2 (`raised_by`); zeros may have any, up to `most`.
+    template <bool STORED>
+    __device__ __forceinline__ u32 raised(int block, int row, u32 by, u32 most) const {
+        const u32 step = row ? steps.high : steps.low;
+        return __viaddmin_u16x2(STORED && step ? step : gains[block], by, most);
+    }
+};
+constexpr u32 MOST = 0x7000;  // 8192: no number has more
+
+// An exponent as a byte, and such a byte of a word as what a pair of float16 is raised by.
+__device__ __forceinline__ u32 exponent_byte(int exponent) {
+    return exponent << 2 & 255;
+}
+__device__ __forceinline__ u32 raised_by(u32 word, int byte) {
+    return __byte_perm(word, 0, 0x0404 | byte << 4 | byte << 12);
+}
 
 // Numbers of the float of both rows.
 struct Rows2 {
@@ -53,99 +78,147 @@ __device__ __forceinline__ float2 largest_of_blocks(const Vectors& x, u32 lane) 
 }
 
 // A pair of numbers times a factor, rounded to float16 once.
-__device__ __forceinline__ u32 exact_product(u32 pair, float factor) {
+__device__ __forceinline__ u32 pair_times(u32 pair, u32 factors) {
+    return pair_product(pair, factors);
+}
+__device__ __forceinline__ u32 pair_times(u32 pair, float factor) {
     return pack_halves(half_bits_to_float(pair & 0xffffu) * factor, half_bits_to_float(pair >> 16) * factor);
 }
 
-// f(tile, row, factor) of the tiles of all blocks that have codes.
+// f(tile, row, block) of the tiles of all blocks that have codes.
 template <u32 PROFILE, class F>
-__device__ __forceinline__ void for_each_tile_of(const Factors& factors, F f) {
+__device__ __forceinline__ void for_each_tile_of(F f) {
 #pragma unroll
     for (int b = 0; b < KEY_BLOCKS; ++b)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             if (!width_of_block(PROFILE, b)) continue;
 #pragma unroll
-            for (int t = BLOCK_TILES * b; t < BLOCK_TILES * (b + 1); ++t) f(t, i, factors[b][i]);
+            for (int t = BLOCK_TILES * b; t < BLOCK_TILES * (b + 1); ++t) f(t, i, b);
         }
 }
 
-// Whether a factor would lose bits as float16, in any lane; none is below this one of the lane's row.
-__device__ __forceinline__ bool loses_bits(float least) {
-    return __any_sync(ALL_LANES, least < power_of_two(-14) && least > 0.f);
+// Whether a factor would lose bits as float16, in any lane; none of the lane's row has a lower exponent.
+__device__ __forceinline__ bool loses_bits(int least_exponent) {
+    return __any_sync(ALL_LANES, least_exponent < -14);
 }
 
-// Sizes of elements, whole numbers of 8 bits: four a word, of rows g and g + 8. A profile has few words.
-template <u32 PROFILE>
-struct Sizes {
-    u32 words[TILES][2];
-    u32 all[2];  // of this lane and both rows: sums in blocks of 2 bits, weighted
-
-    __device__ __forceinline__ Sizes(const Vectors& x, const Factors& factors, bool exact) {
-        const auto add = [&](int t, int i, u32 low, u32 high) {
-            words[t][i] = __byte_perm(low, high, 0x6420);
-        };
-        if (exact)
-            for_each_tile_of<PROFILE>(factors, [&](int t, int i, float factor) {
-                add(t, i, exact_product(x[t][i], factor), exact_product(x[t][i + 2], factor));
-            });
-        else
-            for_each_tile_of<PROFILE>(factors, [&](int t, int i, float factor) {
-                const u32 by = pack_halves(factor, factor);
-                add(t, i, pair_product(x[t][i], by), pair_product(x[t][i + 2], by));
-            });
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-            all[i] = weighted<2>(i, 0, [](u32 word, u32 sum) { return __dp4a(word, 0x01010101u, sum); });
+// Blocks of one width lie side by side: their tiles, and how many channels count, weighted.
+template <u32 PROFILE, int WIDTH>
+struct TilesOf {
+    __host__ __device__ static constexpr int first() {
+        int tile = 0;
+        while (tile < TILES && width_of_block(PROFILE, tile / BLOCK_TILES) != WIDTH) ++tile;
+        return tile;
     }
-
-    // The sum of f(word, sum) of a row in blocks of a width, which count by their weights.
-    template <int WIDTH, class F>
-    __device__ __forceinline__ u32 weighted(int row, u32 sum, F f) const {
-#pragma unroll
-        for (int b = 0; b < KEY_BLOCKS; ++b) {
-            if (b == 1) sum *= weight_of_block(0) / weight_of_block(1);
-            if (b == 2) sum *= weight_of_block(1) / weight_of_block(2);
-            if (width_of_block(PROFILE, b) != WIDTH) continue;
-#pragma unroll
-            for (int t = BLOCK_TILES * b; t < BLOCK_TILES * (b + 1); ++t) sum = f(words[t][row], sum);
-        }
+    __host__ __device__ static constexpr int end() {
+        int tile = first();
+        while (tile < TILES && width_of_block(PROFILE, tile / BLOCK_TILES) == WIDTH) ++tile;
+        return tile;
+    }
+    __host__ __device__ static constexpr int channels() {
+        int sum = 0;
+        for (int t = first(); t < end(); ++t) sum += 16 * weight_of_block(t / BLOCK_TILES);
         return sum;
-    }
-
-    // What this lane adds to the errors of both rows, given their steps of 2 and of 4 bits in bytes 2 `pair`
-    // and 2 `pair` + 1. Distances to the grid are what is left of sizes when they are folded at the middles
-    // of what is left of the grid (pages/encode_tile.cuh), squared. The folds of 2 bits, of size a and step
-    // s, come to a^2 - 4 s a - 2 s |a - 2 s| + 5 s^2, of which a^2 is the same for all steps.
-    __device__ __forceinline__ void add_up(const Two<u32>& steps, int pair, u32 (&sums)[2]) const {
-        constexpr u32 TWOS = 5 * 4 * BLOCK_TILES *
-                             ((width_of_block(PROFILE, 0) == 2) * weight_of_block(0) +
-                              (width_of_block(PROFILE, 1) == 2) * weight_of_block(1) +
-                              (width_of_block(PROFILE, 2) == 2) * weight_of_block(2) +
-                              (width_of_block(PROFILE, 3) == 2) * weight_of_block(3));
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const u32 of_row = i ? steps.high : steps.low;
-            sums[i] = 0;
-            if (has_width<PROFILE>(4)) {
-                const u32 s = byte_of(of_row, 2 * pair + 1);
-                sums[i] = weighted<4>(i, 0, [&](u32 word, u32 sum) {
-#pragma unroll
-                    for (int k = 3; k >= 0; --k) word = distances(word, s << k);
-                    return __dp4a(word, word, sum);
-                });
-            }
-            if (has_width<PROFILE>(2)) {
-                const u32 four = byte_of(of_row, 2 * pair), s = four & 255, middle = four << 1;
-                const u32 apart =
-                    weighted<2>(i, 0, [&](u32 word, u32 sum) { return add_distances(word, middle, sum); });
-                sums[i] += s * (TWOS * s - 4 * all[i] - 2 * apart);
-            }
-        }
     }
 };
 
-// Steps of two bytes as `Sizes::add_up` takes them, rounded down to whole units.
+// Adds up bytes of words of rows g and g + 8 over the lanes of a row, times a weight: of row g in sums[0], of
+// row g + 8 in sums[2], in all lanes. Tensor cores have nothing else to do.
+struct ByteSums {
+    u32 sums[4] = {};
+
+    __device__ __forceinline__ void add(const u32 (&words)[2], u32 weight) {
+        asm("mma.sync.aligned.m16n8k16.row.col.s32.u8.u8.s32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
+            : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
+            : "r"(words[0]), "r"(words[1]), "r"(weight * 0x01010101u));
+    }
+    __device__ __forceinline__ void add(const u32 (&words)[2], u32 weight, const u32 (&others)[2],
+                                        u32 of_others) {
+        asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 "
+            "{%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+            : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
+            : "r"(words[0]), "r"(words[1]), "r"(others[0]), "r"(others[1]), "r"(weight * 0x01010101u),
+              "r"(of_others * 0x01010101u));
+    }
+    __device__ __forceinline__ u32 of_row(u32 lane) const { return lane & 1 ? sums[2] : sums[0]; }
+};
+
+// Sizes of elements, whole numbers of 8 bits: four a word, of rows g and g + 8.
+template <u32 PROFILE>
+struct Sizes {
+    u32 words[TILES][2];
+    int all[2];  // of this lane's row: sums in blocks of 2 and of 4 bits, weighted
+
+    // `factor_of(row, block)`: float16 in both halves, or a float.
+    template <class F>
+    __device__ __forceinline__ void take(const Vectors& x, F factor_of) {
+        for_each_tile_of<PROFILE>([&](int t, int i, int b) {
+            const auto by = factor_of(i, b);
+            words[t][i] = __byte_perm(pair_times(x[t][i], by), pair_times(x[t][i + 2], by), 0x6420);
+        });
+    }
+
+    // Adds up the sizes of a width, or with FOLDED what is left of them after every fold, given the steps of
+    // both rows four times a word.
+    template <int WIDTH, bool FOLDED>
+    __device__ __forceinline__ void add_up(ByteSums& sums, u32 low, u32 high) const {
+        constexpr int FIRST = TilesOf<PROFILE, WIDTH>::first(), END = TilesOf<PROFILE, WIDTH>::end();
+#pragma unroll
+        for (int t = FIRST; t < END; t += 2) {
+            const bool alone = t + 1 == END;
+            const int next = alone ? t : t + 1;
+            u32 left[2] = {words[t][0], words[t][1]}, right[2] = {words[next][0], words[next][1]};
+#pragma unroll
+            for (int k = FOLDED ? WIDTH - 1 : 1; k > 0; --k) {
+                if (FOLDED) {
+                    left[0] = distances(left[0], low << k), left[1] = distances(left[1], high << k);
+                    right[0] = distances(right[0], low << k), right[1] = distances(right[1], high << k);
+                }
+                const u32 weight = weight_of_block(t / BLOCK_TILES) << (k - 1);
+                if (alone)
+                    sums.add(left, weight);
+                else
+                    sums.add(left, weight, right, weight_of_block(next / BLOCK_TILES) << (k - 1));
+            }
+        }
+    }
+
+    __device__ __forceinline__ void sum_up(u32 lane) {
+        ByteSums of_2, of_4;
+        add_up<2, false>(of_2, 0, 0), add_up<4, false>(of_4, 0, 0);
+        all[0] = of_2.of_row(lane), all[1] = of_4.of_row(lane);
+    }
+
+    // The error of a step of this lane's row in blocks of a width, but for the sum of squares of sizes, given
+    // words of bytes with the steps of both rows, and of its own: bytes 0 and 1, or with TWO in lanes u = 2
+    // and 3 two further on. Distances to the grid are what is left of sizes when they are folded at the
+    // middles of what is left of the grid, and the last square is one of the fold before, and so on
+    // (pages/encode_tile.cuh).
+    template <int WIDTH, bool TWO>
+    __device__ __forceinline__ int error_of(const Two<u32>& steps, u32 mine, u32 lane) const {
+        if constexpr (!has_width<PROFILE>(WIDTH)) return 0;
+        constexpr int BYTE = WIDTH == 4,
+                      OF_STEPS = ((1 << 2 * WIDTH) - 1) / 3 * TilesOf<PROFILE, WIDTH>::channels();
+        ByteSums sums[2];
+#pragma unroll
+        for (int i = 0; i <= TWO; ++i)
+            add_up<WIDTH, true>(sums[i], byte_of(steps.low, BYTE + 2 * i), byte_of(steps.high, BYTE + 2 * i));
+        const bool upper = TWO && lane & 2;
+        const int step = mine >> (upper ? 16 + 8 * BYTE : 8 * BYTE) & 255,
+                  sum = upper ? sums[1].of_row(lane) : sums[0].of_row(lane);
+        return step * (OF_STEPS * step - (all[BYTE] << WIDTH) - 2 * sum);
+    }
+
+    // The same in all of them, given the steps of this lane's row.
+    template <bool TWO>
+    __device__ __forceinline__ int error_of(u32 mine, u32 lane) const {
+        const Two<u32> steps = of_both(mine, lane);
+        return error_of<2, TWO>(steps, mine, lane) + error_of<4, TWO>(steps, mine, lane);
+    }
+};
+
+// Steps of two bytes of 2 and of 4 bits, rounded down to whole units: bytes of a word.
 __device__ __forceinline__ u32 steps_of(u32 low, u32 high, float in_units) {
     const float as_half = in_units * power_of_two(-24), first = step_value(low) * as_half,
                 second = step_value(high) * as_half;
@@ -163,67 +236,59 @@ __device__ __forceinline__ u32 search_step(const Sizes<PROFILE>& sizes, const fl
                                            int unit, bool decoded, u32 lane) {
     const u32 guess = guess_of_blocks(counted, PROFILE, STORED && decoded, unit), below = below_guess(guess);
     const float in_units = power_of_two(-unit);
-    Two<u32> steps = of_both(steps_of(below, below + 1, in_units), lane);
-    u32 first[2], second[2];
-    sizes.add_up(steps, 0, first), sizes.add_up(steps, 1, second);
-    const int error = (int)sums_of_row(first, second, lane) +
+    const int error = sizes.template error_of<true>(steps_of(below, below + 1, in_units), lane) +
                       error_beyond<PROFILE>(counted, below + (lane >> 1 & 1), in_units),
               other = __shfl_xor_sync(ALL_LANES, error, 2);
-    const bool up = lane & 2 ? error < other : other < error;
+    const bool up = (lane & 2 ? error : other) < (lane & 2 ? other : error);
     u32 best = below + up;
     if (HEAD_DIM < 128 || (STORED && __any_sync(ALL_LANES, decoded))) {
         const u32 beyond = up ? below + 2 : below - 1;
-        steps = of_both(steps_of(beyond, beyond, in_units), lane);
-        sizes.add_up(steps, 0, first);
-        const int third =
-            (int)sum_of_row(first[0], first[1], lane) + error_beyond<PROFILE>(counted, beyond, in_units);
+        const int third = sizes.template error_of<false>(steps_of(beyond, beyond, in_units), lane) +
+                          error_beyond<PROFILE>(counted, beyond, in_units);
         if (third < min(error, other) && (HEAD_DIM < 128 || decoded)) best = beyond;
     }
     return guess >= LEAST_GUESS ? best : 0u;
 }
 
-// Codes of numbers in units of a row's half cells; keys may lie beyond the grid of 8 bits.
-template <int WIDTH>
-__device__ __forceinline__ u32 code_of(const Grid<WIDTH>& grid, u32 y) {
-    if constexpr (WIDTH == 8)
-        return __vimin_s16x2_relu(grid.codes(y), 0x00ff00ffu);
-    else
-        return grid.code(y);
+// From units of sizes to those of codes of a width, given the step: binary orders.
+__device__ __forceinline__ int raised_for_codes(int width, float step, int unit) {
+    return unit + 3 + code_parts(width) - exponent_of(step * (float)factor_of_width(width));
 }
 
-template <int WIDTH>
-__device__ __forceinline__ Grid<WIDTH> grid_of(float reciprocal) {
-    if constexpr (WIDTH == 8) {
-        return Grid<8>::of(.5f * reciprocal);
-    } else {
-        const float up = Grid<WIDTH>::of_unit(reciprocal);
-        return Grid<WIDTH>::of(pack_halves(up, up));
-    }
-}
-
-// Makes the numbers of the blocks of a width codes of the steps of both rows; `exact`: they have been
-// multiplied by their factors.
-template <u32 PROFILE, int WIDTH>
-__device__ __forceinline__ void to_codes(Vectors& x, const Factors& factors, const float (&values)[2],
-                                         bool exact) {
+// Makes the numbers of the blocks of a width codes for the step of this lane's row, or those of zeros for
+// byte 0. `exponent`: what numbers are multiplied by besides mantissas.
+template <u32 PROFILE, int WIDTH, bool STORED>
+__device__ __forceinline__ void to_codes(Vectors& x, const Mantissas& mantissas, int exponent, u32 byte,
+                                         u32 lane) {
     if constexpr (has_width<PROFILE>(WIDTH)) {
+        // Half a cell in units of codes: its mantissa, and an exponent that all have.
+        const float half_cell = step_value(max(byte, 1u)) * (float)factor_of_width(WIDTH);
+        const float up = Grid<WIDTH>::of_unit(
+            reciprocal_of(__uint_as_float((__float_as_uint(half_cell) & 0x7fffffu) |
+                                          __float_as_uint(power_of_two(3 + code_parts(WIDTH) - 24)))));
+        const u32 word = (byte ? MOST << 16 : 0u) | exponent_byte(exponent) << 16;
+        Two<u32> words;
         Grid<WIDTH> grid[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float half_cell = values[i] * (float)factor_of_width(WIDTH);
-            const int unit = exponent_of(half_cell) - 3 - code_parts(WIDTH);
-            grid[i] = grid_of<WIDTH>(reciprocal_of(half_cell * power_of_two(-24 - unit)));
+        if constexpr (WIDTH == 8) {
+            words = of_both(word, lane);
+            const Rows2 ups(up, lane);
+            grid[0] = Grid<8>::of(ups.of[0]), grid[1] = Grid<8>::of(ups.of[1]);
+        } else {
+            words = of_both(word | half_of(up), lane);
+            grid[0] = Grid<WIDTH>::of(twice(words.low)), grid[1] = Grid<WIDTH>::of(twice(words.high));
         }
 #pragma unroll
-        for (int b = 0; b < KEY_BLOCKS; ++b) {
-            if (width_of_block(PROFILE, b) != WIDTH) continue;
-            const u32 by[2] = {exact ? twice(0x3c00u) : pack_halves(factors[b][0], factors[b][0]),
-                               exact ? twice(0x3c00u) : pack_halves(factors[b][1], factors[b][1])};
+        for (int i = 0; i < 2; ++i) {
+            const u32 of_row = i ? words.high : words.low, most = raised_by(of_row, 3);
 #pragma unroll
-            for (int t = BLOCK_TILES * b; t < BLOCK_TILES * (b + 1); ++t)
+            for (int b = 0; b < KEY_BLOCKS; ++b) {
+                if (width_of_block(PROFILE, b) != WIDTH) continue;
+                const u32 by = mantissas.raised<STORED>(b, i, raised_by(of_row, 2), most);
 #pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    x[t][i] = code_of<WIDTH>(grid[i % 2], pair_product(x[t][i], by[i % 2]));
+                for (int t = BLOCK_TILES * b; t < BLOCK_TILES * (b + 1); ++t)
+#pragma unroll
+                    for (int j = i; j < 4; j += 2) x[t][j] = grid[i].code(pair_product(x[t][j], by));
+            }
         }
     }
 }
@@ -234,24 +299,22 @@ __device__ __forceinline__ u32 encode_keys(Vectors& x, const Loaded& loaded, con
     constexpr bool SEARCHED = has_width<PROFILE>(2) || has_width<PROFILE>(4);
     const float4 of_frame = *(const float4*)frame.gain;
     const float gains[KEY_BLOCKS] = {of_frame.x, of_frame.y, of_frame.z, of_frame.w};
-    // A row that comes from codes has no gains, and a factor with a sign here.
+    Mantissas mantissas;
+    (uint4&)mantissas.gains = *(const uint4*)frame.mantissas;
+    // A row that comes from codes has no gains, but its step has a mantissa.
     const bool decoded = STORED && loaded.decoded;
     const auto gain = [&](int b) { return decoded ? 1.f : gains[b]; };
-    const auto fill = [&](Factors& factors, const Rows2& rows, int b, float up_low, float up_high) {
-        const float up[2] = {up_low, up_high};
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float by = rows.of[i] * up[i];
-            factors[b][i] = fminf(STORED && by < 0.f ? -by : gains[b] * by, 8192.f);  // zeros may have any
-        }
-    };
+    if (STORED) {
+        const u32 mine = decoded ? 0x3c00u | (__float_as_uint(loaded.factor) >> 13 & 0x3ffu) : 0u;
+        mantissas.steps = of_both(twice(mine), lane);
+    }
     float counted[KEY_BLOCKS], largest = 0.f;
     {
         const float2 first = largest_of_blocks<0>(x, lane);
         const float2 second = PROFILE & 0xff ? largest_of_blocks<2>(x, lane) : float2{0.f, 0.f};
         counted[0] = first.x, counted[1] = first.y, counted[2] = second.x, counted[3] = second.y;
     }
-    float least = 8192.f;  // of the gains
+    float least = gain(0);
 #pragma unroll
     for (int b = 0; b < KEY_BLOCKS; ++b) {
         if (!width_of_block(PROFILE, b)) continue;
@@ -262,43 +325,59 @@ __device__ __forceinline__ u32 encode_keys(Vectors& x, const Loaded& loaded, con
     const float by = (float)(1 << 24) * loaded.factor;
     const bool finite = largest * by < __int_as_float(0x7f800000);
     const Range range = range_of(largest * by, 4);  // that of 4 bits is that of all profiles
-    const float sign = decoded ? -1.f : 1.f, down = power_of_two(7 - range.exponent);
-    Factors factors;
+    const float down = power_of_two(7 - range.exponent), scale = loaded.factor * down;
+    const int exponent = exponent_of(scale);
+    // Factors of both rows in float32, this lane's row times a power of 2.
+    const auto exact_factors = [&](float times) {
+        const Rows2 rows((decoded ? -scale : scale) * times, lane);
+        return [rows, &gains](int i, int b) {
+            const float by = rows.of[i];
+            return fminf(STORED && by < 0.f ? -by : gains[b] * by, 8192.f);
+        };
+    };
     u32 byte;
     if constexpr (SEARCHED) {
 #pragma unroll
         for (int b = 0; b < KEY_BLOCKS; ++b) counted[b] *= by * down;
-        const float scale = loaded.factor * down;
-        const Rows2 scales(sign * scale, lane);
-#pragma unroll
-        for (int b = 0; b < KEY_BLOCKS; ++b) fill(factors, scales, b, 1.f, 1.f);
-        const Sizes<PROFILE> sizes(x, factors, loses_bits(least * scale));
+        Sizes<PROFILE> sizes;
+        if (loses_bits(exponent_of(least) + exponent)) {
+            sizes.take(x, exact_factors(1.f));
+        } else {
+            const Two<u32> words = of_both(exponent_byte(exponent), lane);
+            const u32 raised[2] = {raised_by(words.low, 0), raised_by(words.high, 0)};
+            sizes.take(x,
+                       [&](int i, int b) { return mantissas.raised<STORED>(b, i, raised[i], twice(MOST)); });
+        }
+        sizes.sum_up(lane);
         byte = search_step<PROFILE, STORED>(sizes, counted, range.unit, decoded, lane);
     } else {
         byte = guess_of(range.counted, 0.f, 0.f, false, range.unit, 8);
     }
     if (!finite || largest == 0.f) byte = 0;
-    const float value = step_value(max(byte, 1u)),
-                scale = byte ? loaded.factor * down * power_of_two(range.unit) : 0.f;
-    const Rows2 scales(sign * scale, lane), values(value, lane);
-    float least_factor = 8192.f;
+    // What numbers are multiplied by for codes, as powers of 2 by width.
+    constexpr int WIDTHS[3] = {2, 4, 8};
+    int raised[3], least_raised = 127;
 #pragma unroll
-    for (int b = 0; b < KEY_BLOCKS; ++b) {
-        const int width = width_of_block(PROFILE, b);
-        if (!width) continue;
-        const auto up = [&](float value) {  // from units of steps to those of codes
-            return power_of_two(3 + code_parts(width) - exponent_of(value * (float)factor_of_width(width)));
-        };
-        fill(factors, scales, b, up(values.of[0]), up(values.of[1]));
-        least_factor = fminf(least_factor, gain(b) * (scale * up(value)));
+    for (int i = 0; i < 3; ++i) {
+        raised[i] = raised_for_codes(WIDTHS[i], step_value(max(byte, 1u)), range.unit);
+        if (has_width<PROFILE>(WIDTHS[i])) least_raised = min(least_raised, raised[i]);
     }
-    const bool exact = loses_bits(least_factor);
-    if (exact)
-        for_each_tile_of<PROFILE>(factors, [&](int t, int i, float factor) {
-            x[t][i] = exact_product(x[t][i], factor), x[t][i + 2] = exact_product(x[t][i + 2], factor);
-        });
-    to_codes<PROFILE, 2>(x, factors, values.of, exact);
-    to_codes<PROFILE, 4>(x, factors, values.of, exact);
-    to_codes<PROFILE, 8>(x, factors, values.of, exact);
+    const bool exact = loses_bits(exponent_of(least) + exponent + least_raised);
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+        if (exact) {
+            const auto factor_of = exact_factors(byte ? power_of_two(raised[i]) : 0.f);
+            for_each_tile_of<PROFILE>([&](int t, int row, int b) {
+                if (width_of_block(PROFILE, b) != WIDTHS[i]) return;
+                const float by = factor_of(row, b);
+                x[t][row] = pair_times(x[t][row], by), x[t][row + 2] = pair_times(x[t][row + 2], by);
+            });
+        }
+        raised[i] = exact ? 0 : exponent + raised[i];
+    }
+    if (exact) mantissas = Mantissas::ones();
+    to_codes<PROFILE, 2, STORED>(x, mantissas, raised[0], byte, lane);
+    to_codes<PROFILE, 4, STORED>(x, mantissas, raised[1], byte, lane);
+    to_codes<PROFILE, 8, STORED>(x, mantissas, raised[2], byte, lane);
     return finite ? byte : NAN_STEP;
 }

@@ -180,21 +180,20 @@ struct Grid {
     }
 };
 
-// The same in float32, where half a number more keeps quotients away from integers.
+// The same in float32, as pages/search.cuh has it: numbers may lie beyond the grid.
 template <>
 struct Grid<8> {
-    static constexpr float ORIGIN = 1.5f * (1 << 23), HALF = .5f / (1 << 24);
     float up, first;
 
-    __device__ __forceinline__ static Grid of(float up) { return {up, fmaf(HALF, up, 127.5f)}; }
-    __device__ __forceinline__ u32 rounded(u32 half) const {
-        return __float_as_uint(fmaf(half_bits_to_float(half), up, first) + ORIGIN);
+    __device__ __forceinline__ static float of_unit(float reciprocal) { return reciprocal * (1.f / 512); }
+    __device__ __forceinline__ static Grid of(float up) { return {up, fmaf(up, .5f / (1 << 24), .5f)}; }
+    __device__ __forceinline__ u32 code_of(u32 half) const {  // in the lowest bits, and 0 above in 16
+        const float part = __saturatef(fmaf(half_bits_to_float(half), up, first));
+        return __float_as_uint(__fmaf_rd(part, 256 * (1.f - 1.f / 65536), (float)(1 << 23)));
     }
-    __device__ __forceinline__ u32 codes(u32 y) const {
-        return __byte_perm(rounded(y & 0xffffu), rounded(y >> 16), 0x5410);
+    __device__ __forceinline__ u32 code(u32 y) const {
+        return __byte_perm(code_of(y & 0xffffu), code_of(y >> 16), 0x5410);
     }
-    // The largest element may lie at the very end of the grid.
-    __device__ __forceinline__ u32 code(u32 y) const { return __vminu2(codes(y), 0x00ff00ffu); }
 };
 
 // The reciprocal, nearly.
@@ -228,7 +227,7 @@ __device__ __forceinline__ void to_codes(Vectors& x, float factor, const Range& 
     const float reciprocal = reciprocal_of(value * power_of_two(-24 - unit));
     if constexpr (BITS == 8) {
         const Two<u32> factors = of_both(pack_halves(factor, factor), lane),
-                       ups = of_both(__float_as_uint(.5f * reciprocal), lane);
+                       ups = of_both(__float_as_uint(Grid<8>::of_unit(reciprocal)), lane);
         const u32 by[2] = {factors.low, factors.high};
         const Grid<8> grid[2] = {Grid<8>::of(__uint_as_float(ups.low)),
                                  Grid<8>::of(__uint_as_float(ups.high))};

@@ -231,7 +231,8 @@ __device__ __forceinline__ float gain_of(const double (&sums)[4], int block, int
         if (i == block) own = root;
     }
     const double gain = 16. / fmax(own, largest / 256.);
-    const long long bits = __double_as_longlong(gain < INFINITE ? gain : 1.), ones = (1ll << 52) - 1;
+    const long long bits = __double_as_longlong(gain <= wide_power(-LEAST_OF_SIDE) ? gain : 1.),
+                    ones = (1ll << 52) - 1;
     const __half part = __double2half(__longlong_as_double((bits & ones) | 1022ll << 52));
     return ldexpf(__half2float(part), (int)(bits >> 52) - 1022);
 }

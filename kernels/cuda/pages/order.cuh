@@ -8,12 +8,15 @@
 
 #include "common/words.cuh"
 
-// Where the channel of each place lies among turned rows, in bytes: a lane needs the TILES of a row.
+// Where the channel of each place lies among turned rows, in bytes, the first eight tokens and the others: a
+// lane needs the TILES of a row of one of these.
 struct alignas(16) Order {
-    u16 offsets[16][HEAD_DIM / 16];
+    u32 offsets[2][16][HEAD_DIM / 16];
 
     __device__ __forceinline__ void put(u32 place, u32 channel) {
-        offsets[place % 16][place / 16] = (u16)(32 * channel + channel % 8 / 4 * 16);
+        const u32 offset = 32 * channel + channel % 8 / 4 * 16;
+        offsets[0][place % 16][place / 16] = offset;
+        offsets[1][place % 16][place / 16] = offset ^ 16;
     }
 };
 
@@ -44,25 +47,21 @@ __device__ __forceinline__ void load_turned_matrices(u32 (&x)[4], u32 address) {
 // Puts the sixteen vectors of a warp, loaded from `rows`, in order; what lies there is turned rows then.
 __device__ __forceinline__ void put_in_order(u8* rows, const Order& order, u32 (&x)[HEAD_DIM / 16][4],
                                              u32 lane) {
-    constexpr u32 TILES = HEAD_DIM / 16, AT_ONCE = TILES < 8 ? TILES : 8;
+    constexpr u32 TILES = HEAD_DIM / 16, AT_ONCE = 4;
+    static_assert(TILES % AT_ONCE == 0);
     const u32 to = shared_address(rows), half = lane / 8 % 2 * 16;  // of eight tokens
     const u32 turned = to + lane / 16 * 256 + lane % 8 * 32 + (half ^ lane % 8 / 4 * 16);
     __syncwarp();  // all lanes have read the rows
 #pragma unroll
     for (u32 t = 0; t < TILES; ++t) store_turned_matrices(turned + 512 * t, x[t], lane);
     __syncwarp();  // rows are turned
-    const u16* const offsets = order.offsets[lane / 16 * 8 + lane % 8];
+    const u32* const offsets = order.offsets[lane / 8 % 2][lane / 16 * 8 + lane % 8];
 #pragma unroll
     for (u32 first = 0; first < TILES; first += AT_ONCE) {
-        u32 pairs[AT_ONCE / 2];
-        if constexpr (AT_ONCE == 8)
-            (uint4&)pairs = *(const uint4*)(offsets + first);
-        else
-            (uint2&)pairs = *(const uint2*)(offsets + first);
-#pragma unroll
-        for (u32 i = 0; i < AT_ONCE; ++i) {
-            const u32 offset = i % 2 ? pairs[i / 2] >> 16 : pairs[i / 2] & 0xffffu;
-            load_turned_matrices(x[first + i], to + (offset ^ half));
-        }
+        const uint4 of_tiles = *(const uint4*)(offsets + first);
+        load_turned_matrices(x[first], to + of_tiles.x);
+        load_turned_matrices(x[first + 1], to + of_tiles.y);
+        load_turned_matrices(x[first + 2], to + of_tiles.z);
+        load_turned_matrices(x[first + 3], to + of_tiles.w);
     }
 }

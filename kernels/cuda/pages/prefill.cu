@@ -11,7 +11,7 @@
 // than running it. Each profile has code of its own: plans make lists rung by rung, and a CTA takes
 // neighbours of a short list.
 //
-// Macros: HEAD_DIM; BF16; IN_BLOCKS: whether the ladder has profiles, and PROFILES, which.
+// Macros: HEAD_DIM; BF16; PROFILES, if keys are in blocks (pages/profiles.cuh).
 #include "common/async_copies.cuh"
 #include "pages/state.cuh"
 #include "pages/words.cuh"
@@ -54,13 +54,21 @@ struct alignas(128) WarpSpace {
     uint4 moves[SLOTS];         // of these, PAGE each, then their Details
     u32 ahead[PAGES + 1];       // where the moves of the pages after that begin and end
     int number, pages;          // of the first of these pages; where those of the CTA end
-#if IN_BLOCKS
-    int stride;  // from these pages to the next
-#endif
-    Pages pages_of[2];  // these and the next, by stages
+    int stride;                 // from these pages to the next
+    int full, rest;             // where the last turn begins, in which a warp takes `rest` pages
+    Pages pages_of[2];          // these and the next, by stages
+
+    // The first of the pages from `number` on, and how many they are: in the last turn all warps have as
+    // many.
+    __device__ __forceinline__ int first(int number) const {
+        return number < full ? number : full + (number - full) / PAGES * rest;
+    }
+    __device__ __forceinline__ int count(int number) const {
+        return min(number < full ? PAGES : rest, pages - first(number));
+    }
 };
 static_assert(sizeof(WarpSpace) ==
-                  ((IN_BLOCKS ? 7 * HEAD_DIM + 1952 : 5 * HEAD_DIM + 1904) + PAGE * ROW_BYTES + 127) / 128 *
+                  ((IN_BLOCKS ? 13 * HEAD_DIM + 1984 : 5 * HEAD_DIM + 1920) + PAGE * ROW_BYTES + 127) / 128 *
                       128,
               "as the host reserves");
 
@@ -87,7 +95,8 @@ __device__ __forceinline__ u32 layer_again() {
 // Asks where the moves of the pages from `number` on begin and end.
 __device__ __forceinline__ void look_ahead(const MoveList& list, int number, WarpSpace& space, u32 lane) {
     if (lane <= PAGES)
-        copy_word_async(space.ahead + lane, list.begins + min(number + (int)lane, space.pages));
+        copy_word_async(space.ahead + lane,
+                        list.begins + space.first(number) + min((int)lane, space.count(number)));
 }
 
 // The place of move i of this lane among all moves, or none: the i-th page of a half of the warp.
@@ -132,7 +141,7 @@ struct Detail {
 // details.
 __device__ __forceinline__ void prepare(const LayerState& s, const NewTokens& new_tokens, WarpSpace& space,
                                         Pages& pages, int number, u32 lane) {
-    const int count = min(PAGES, space.pages - number);
+    const int count = space.count(number);
     Move move[SLOTS / 32];
 #pragma unroll
     for (int i = 0; i < SLOTS / 32; ++i) {
@@ -247,7 +256,7 @@ struct StoreKeys {
 };
 #endif
 
-#if IN_BLOCKS && __CUDA_ARCH__ < 900
+#if IN_BLOCKS && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200)
 #define BOUNDS __launch_bounds__(WARPS * 32, 1)  // else the compiler spills to have two CTAs at head_dim 64
 #else
 #define BOUNDS __launch_bounds__(WARPS * 32)
@@ -265,9 +274,6 @@ extern "C" __global__ void BOUNDS write_prefill(const LayerState* __restrict__ l
     }
     __syncthreads();
     WarpSpace& space = ((WarpSpace*)shared)[warp];
-#if !IN_BLOCKS
-    const int stride = PAGES * gridDim.x * (blockDim.x / 32);
-#endif
     const auto ask = [&](const Pages& pages, int side, int page, u32 lane) {
         __syncwarp();  // all lanes have read the rows before
         ask_for_rows(pages.from[side][page], 2 * (u32)(side == KEYS ? new_tokens.k_step : new_tokens.v_step),
@@ -280,28 +286,27 @@ extern "C" __global__ void BOUNDS write_prefill(const LayerState* __restrict__ l
         if (blockIdx.x == 0)
             for (int i = threadIdx.x; i < s.batch * s.heads; i += blockDim.x)
                 s.seqlen[i] = new_tokens.first + new_tokens.steps;
-#if IN_BLOCKS
+        // CTAs share a list turn by turn; where each profile has code of its own, parts of a short one.
         const int groups = *list.num_groups, warps = blockDim.x / 32;
         const u64 all = (groups + PAGES - 1) / PAGES;
-        const bool is_long = all > (u64)LONG * gridDim.x * warps;
-        const int stride = is_long ? PAGES * gridDim.x * warps : PAGES * warps;
-        const int number = is_long ? PAGES * (blockIdx.x + gridDim.x * warp)
-                                   : PAGES * ((int)(all * blockIdx.x / gridDim.x) + warp);
-        const int pages = is_long ? groups : min(PAGES * (int)(all * (blockIdx.x + 1) / gridDim.x), groups);
-        if (lane == 0) space.stride = stride;
-#else
-        const int number = PAGES * (blockIdx.x + gridDim.x * warp);  // CTAs share the last pages
-        const int pages = *list.num_groups;
-#endif
-        if (number >= pages) return;
-        if (lane == 0) space.number = number, space.pages = pages;
+        const bool in_parts = IN_BLOCKS && all <= (u64)LONG * gridDim.x * warps;
+        const int stride = PAGES * warps * (in_parts ? 1 : gridDim.x);
+        const int begin = in_parts ? PAGES * (int)(all * blockIdx.x / gridDim.x) : 0;
+        const int pages = in_parts ? min(PAGES * (int)(all * (blockIdx.x + 1) / gridDim.x), groups) : groups;
+        const int number = begin + PAGES * (in_parts ? warp : blockIdx.x + gridDim.x * warp);
+        if (lane == 0) {
+            space.number = number, space.pages = pages, space.stride = stride;
+            space.full = begin + (pages - begin) / stride * stride;
+            space.rest = (PAGES * (pages - space.full) + stride - 1) / stride;
+        }
         __syncwarp();  // the number of pages is there
+        if (space.first(number) >= pages) return;
         look_ahead(list, number, space, lane);
         wait_own_copies();
         ask_for_moves(list, space, lane);
         wait_own_copies();
         prepare(s, new_tokens, space, space.pages_of[0], number, lane);
-        if (number + stride < pages) look_ahead(list, number + stride, space, lane);
+        if (space.first(number + stride) < pages) look_ahead(list, number + stride, space, lane);
         ask(space.pages_of[0], KEYS, 0, lane);
     }
     int stage = 0;  // of pages_of
@@ -310,12 +315,8 @@ extern "C" __global__ void BOUNDS write_prefill(const LayerState* __restrict__ l
         const Pages& pages = space.pages_of[stage];
         Pages& after = space.pages_of[stage ^ 1];
         // Asked for again where it is needed, or it is kept in registers.
-#if IN_BLOCKS
         const auto then = [&](int turns) { return space.number + turns * space.stride; };
-#else
-        const auto then = [&](int turns) { return space.number + turns * stride; };
-#endif
-        const auto more = [&](int turns) { return then(turns) < space.pages; };
+        const auto more = [&](int turns) { return space.first(then(turns)) < space.pages; };
 #pragma unroll 1
         for (int side = KEYS; side <= VALUES; ++side) {
 #pragma unroll 1
@@ -388,5 +389,6 @@ extern "C" __global__ void BOUNDS write_prefill(const LayerState* __restrict__ l
 
 // gate: HEAD_DIM=128,64,80,96 BF16=1,0 registers<=128
 // gate: HEAD_DIM=256 BF16=1,0 registers<=255
-// gate: HEAD_DIM=128,64 BF16=1,0 IN_BLOCKS=1 PROFILES=k4220k4422k8422k8444k8888 registers<=128
-// gate: HEAD_DIM=256 BF16=1,0 IN_BLOCKS=1 PROFILES=k4220k4422k8422k8444k8888 registers<=255
+// gate: HEAD_DIM=128,64 BF16=1,0 PROFILES=k4220k4422k8422k8444k8888 registers<=128 arch=sm_80,sm_90a,sm_100a
+// gate: HEAD_DIM=128,64 BF16=1,0 PROFILES=k4220k4422k8422k8444k8888 registers<=168 arch=sm_120a
+// gate: HEAD_DIM=256 BF16=1,0 PROFILES=k4220k4422k8422k8444k8888 registers<=255

@@ -1,22 +1,26 @@
 // Profiles: the widths of the four blocks of a key as one number, 0x8422, the first block uppermost; and
-// where the codes of a block lie, those of neighbours of one width together (kvlab/reference/blocks.py
-// `runs_of`).
+// where the codes of a block lie, those of neighbours of one width, a run, together
+// (kvlab/reference/blocks.py `runs_of`).
 //
-// In ladders with profiles CacheRung::bits_k is a profile, or 16. Kernels that encode keys are compiled for
-// those of a ladder: PROFILES names them, each as `k8422`.
+// In ladders with profiles bits_k of a rung is a profile, or 16. The macro PROFILES names those of a ladder,
+// each as `k8422`, where kernels are compiled for them; IN_BLOCKS alone says that there are some.
 #pragma once
 
 #include "pages/codes.cuh"
-#include "pages/state.cuh"
 
 #ifndef IN_BLOCKS  // whether the ladder has profiles
+#ifdef PROFILES
+#define IN_BLOCKS 1
+#else
 #define IN_BLOCKS 0
+#endif
 #endif
 
 constexpr int BLOCK_TILES = HEAD_DIM / 64;  // tiles of a block
 
+// The width of a block; 0 behind the last one.
 __host__ __device__ constexpr int width_of_block(u32 profile, int block) {
-    return profile >> (12 - 4 * block) & 15;
+    return profile << 4 * block >> 12 & 15;
 }
 
 #ifdef PROFILES
@@ -50,11 +54,21 @@ __host__ __device__ constexpr int factor_of_width(int width) {
     return width == 2 ? 32 : width == 4 ? 12 : width == 8 ? 1 : 0;
 }
 
-// The sum of the widths of the blocks before a block; 4: of all.
+// What elements of a profile lack where only codes are multiplied: the sum over blocks of what each lacks
+// times the block's sum of the query.
+template <u32 PROFILE>
+__device__ __forceinline__ float zero_point_of(const float4& sums) {
+    const auto lacks = [](int block) {
+        const int width = width_of_block(PROFILE, block);
+        return (float)(-factor_of_width(width) * ((1 << width) - 1));
+    };
+    return fmaf(lacks(3), sums.w, fmaf(lacks(2), sums.z, fmaf(lacks(1), sums.y, lacks(0) * sums.x)));
+}
+
+// The sum of the widths of the blocks before a block; 4: of all. No loop, which compilers may keep.
 __host__ __device__ constexpr int widths_before(u32 profile, int block) {
-    int sum = 0;
-    for (int b = 0; b < block; ++b) sum += width_of_block(profile, b);
-    return sum;
+    const u32 digits = profile >> (16 - 4 * block);
+    return (digits & 15) + (digits >> 4 & 15) + (digits >> 8 & 15) + (digits >> 12);
 }
 
 // Words that a lane has of the keys of a page: no run but the last leaves a tile without another.
@@ -73,19 +87,9 @@ __host__ __device__ constexpr Run run_of_block(u32 profile, int block) {
     return {first, widths_before(profile, first) * BLOCK_TILES / 4};
 }
 
-// `call`, in which BITS is the width of a block, if it has codes.
-#define KVLAB_FOR_BLOCK(bits, call) \
-    switch (bits) {                 \
-        case 2: {                   \
-            constexpr int BITS = 2; \
-            call;                   \
-        } break;                    \
-        case 4: {                   \
-            constexpr int BITS = 4; \
-            call;                   \
-        } break;                    \
-        case 8: {                   \
-            constexpr int BITS = 8; \
-            call;                   \
-        } break;                    \
-    }
+// The block behind the run of a block.
+__host__ __device__ constexpr int end_of_run(u32 profile, int block) {
+    int end = block;
+    while (end < KEY_BLOCKS && width_of_block(profile, end) == width_of_block(profile, block)) ++end;
+    return end;
+}

@@ -14,6 +14,7 @@
 // clear_free    grid (blocks, layers): a block writes zeros over a slab without pages, or over the rest of
 // one.
 #include "common/pairs.cuh"
+#include "pages/codes.cuh"
 #include "pages/copies.cuh"
 
 constexpr int TABLE_THREADS = 1024, TABLE_WARPS = TABLE_THREADS / 32, THREADS = 256;

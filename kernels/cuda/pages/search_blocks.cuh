@@ -197,7 +197,7 @@ __device__ __forceinline__ void write_key(u8* region, int slot, const u32 (&code
         const Run run = run_of_block(PROFILE, block);
         u8* const to = region + 128 * run.word;
         const Element element = element_at(KEYS, slot, lane + 32 * j - EACH * run.first);
-        KVLAB_FOR_BLOCK(width_of_block(PROFILE, block), write_code<BITS>(to, element, codes[j]));
+        KVLAB_FOR_WIDTH(width_of_block(PROFILE, block), write_code<BITS>(to, element, codes[j]));
     }
 }
 #endif

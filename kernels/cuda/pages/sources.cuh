@@ -61,7 +61,7 @@ struct alignas(16) WarpSpace {
     Frame frame;  // of keys
     PageState pages[3];
 };
-static_assert(sizeof(WarpSpace) == (IN_BLOCKS ? 83 * HEAD_DIM + 1840 : 78 * HEAD_DIM + 1728),
+static_assert(sizeof(WarpSpace) == (IN_BLOCKS ? 89 * HEAD_DIM + 1856 : 78 * HEAD_DIM + 1728),
               "as the host reserves");
 
 // What the warps of a CTA share.

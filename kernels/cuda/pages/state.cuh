@@ -13,8 +13,7 @@
 constexpr int CACHE_RUNGS = 16;
 constexpr int PAGE = 16, QUAD = 4;  // tokens of a page, pages of a quad: all of one rung
 constexpr u32 UNIT = 16;
-constexpr u32 NO_PAGE = ~0u;   // LayerState::index where a quad has fewer pages
-constexpr int KEY_BLOCKS = 4;  // of channels of keys, in ladders with profiles
+constexpr u32 NO_PAGE = ~0u;  // LayerState::index where a quad has fewer pages
 constexpr int OPEN_PAGES = 2;
 constexpr int WAITING_PAGES = 5, WAITING_ENTRIES = (WAITING_PAGES + QUAD - 1) / QUAD * QUAD;
 constexpr int LAST = 64;       // the first tokens of a row, before this one, make the frame of its keys

@@ -16,8 +16,10 @@
 #pragma once
 
 #include "common/half_pairs.cuh"
-#include "pages/order.cuh"
 #include "pages/steps.cuh"
+#if IN_BLOCKS
+#include "pages/order.cuh"
+#endif
 
 constexpr int TILES = HEAD_DIM / 16;
 constexpr u32 SIGN =
@@ -92,8 +94,14 @@ struct Frame {
 #if IN_BLOCKS     // sums and shifts are by place
     Order order;
     alignas(16) float gain[KEY_BLOCKS];
+    u32 mantissas[KEY_BLOCKS];  // of gains
 #endif
 };
+
+// A number of 11 significant bits as float16 in both halves, its exponent modulo 64.
+__device__ __forceinline__ u32 mantissa_of(float x) {
+    return twice((__float_as_uint(x) >> 13) - (112u << 10));
+}
 
 // Scales channels down, as the frame says; numbers of float16 that become subnormal are rounded.
 __device__ __forceinline__ void scale_channels(Vectors& x, const Frame& frame, u32 lane) {
@@ -147,18 +155,13 @@ __device__ __forceinline__ Loaded load_raw(u8* rows, const Frame* frame, int dow
 #pragma unroll
     for (int h = 1; h <= 2; h *= 2) both = larger_raw(both, __shfl_xor_sync(ALL_LANES, both, h));
     const float2 magnitudes = unpack_pair(both);
-    const float size = u % 2 ? magnitudes.y : magnitudes.x;
+    // Divided by 2^down, which may be a number below all normal ones.
+    const float by = IN_BLOCKS ? __uint_as_float(max((127 - down) << 23, 1 << 22)) : 1.f,
+                size = (u % 2 ? magnitudes.y : magnitudes.x) * by;
     const int log = frame ? LOG_KEYS : LOG_BLOCK;
     const float root = IN_BLOCKS && frame ? 1.f : FACTOR;
-#if IN_BLOCKS
-    const bool finite = size < power_of_two(min(TOO_LARGE + down, 128));
-    const int of_mean = frame ? exponent_of(frame->largest) : -127;
-    const int exponent =
-        max(max(exponent_of(finite ? size : 0.f) - down, of_mean) - (23 - log), LEAST_EXPONENT);
-#else
     const bool finite = size < power_of_two(TOO_LARGE);
     const int exponent = rotation_exponent(fmaxf(finite ? size : 0.f, frame ? frame->largest : 0.f), log);
-#endif
     const int unit = exponent + down;  // of the raw elements
     const Two<u32> found =
         of_both(raw_power((BF16 ? -133 : -24) - max(min(unit, 0), LEAST)) | (u32)exponent << 16, lane);
@@ -227,6 +230,7 @@ __device__ __forceinline__ void complete_frame(const __half* mean, Frame& to, u3
     for (int j = 0; j < PER_LANE; ++j)
         if (HEAD_DIM % 32 == 0 || lane + 32 * j < HEAD_DIM) to.sums[lane + 32 * j] = x[j] * power_of_two(-26);
 #if IN_BLOCKS
+    if (lane < KEY_BLOCKS) to.mantissas[lane] = mantissa_of(to.gain[lane]);
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) {
         to.shifts[lane + 32 * j] = own_shifts[j];

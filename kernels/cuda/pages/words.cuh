@@ -136,7 +136,7 @@ __device__ __forceinline__ void store_profile(u32* to, const Vectors& x, u32 pro
 #pragma unroll
     for (int block = 0; block < KEY_BLOCKS; ++block) {
         u32* const words = to + 32 * (widths_before(profile, block) * BLOCK_TILES / 4);
-        KVLAB_FOR_BLOCK(width_of_block(profile, block),
+        KVLAB_FOR_WIDTH(width_of_block(profile, block),
                         (store_block<BITS, WHOLE>(words, x, profile, block, written)));
     }
 }
@@ -159,24 +159,3 @@ __device__ __forceinline__ void store_raw(u32* to, const u8* rows, u32 mask, u32
             store_word<WHOLE>(to + (4 * t + reg) * 32 + lane, pair, written, even_slots<SIDE, 16, 1>(reg));
         }
 }
-
-// `call`, in which BITS is the width of codes.
-#define KVLAB_FOR_WIDTH(bits, call) \
-    switch (bits) {                 \
-        case 2: {                   \
-            constexpr int BITS = 2; \
-            call;                   \
-        } break;                    \
-        case 3: {                   \
-            constexpr int BITS = 3; \
-            call;                   \
-        } break;                    \
-        case 4: {                   \
-            constexpr int BITS = 4; \
-            call;                   \
-        } break;                    \
-        case 8: {                   \
-            constexpr int BITS = 8; \
-            call;                   \
-        } break;                    \
-    }

@@ -11,7 +11,7 @@
 // next; 128 registers for four blocks a multiprocessor, 168 for three with profiles at head_dim 128, up to
 // 255 for two from compute capability 10.0 on, where 128 are too few.
 //
-// Macros: HEAD_DIM; BF16; IN_BLOCKS: whether the ladder has profiles, and PROFILES, which.
+// Macros: HEAD_DIM; BF16; PROFILES, if keys are in blocks (pages/profiles.cuh).
 #include "pages/copies.cuh"
 #include "pages/sources.cuh"
 
@@ -22,46 +22,7 @@ constexpr int BLOCKS = HEAD_DIM > 128 || __CUDA_ARCH__ >= 1000 ? 2
                        : IN_BLOCKS && HEAD_DIM == 128          ? 3
                                                                : 4;  // of a multiprocessor
 
-// LANES lanes have a stored vector that becomes raw again: of every LANES RUN elements each has RUN in a row.
-constexpr int LANES = 4, RUN = 2, PER_LANE = HEAD_DIM / LANES;
-static_assert(HEAD_DIM % (LANES * RUN) == 0, "lanes without gaps");
-
-__device__ __forceinline__ int element_of(int lane, int j) {
-    return j / RUN * (RUN * LANES) + lane * RUN + j % RUN;
-}
-
-__host__ __device__ constexpr float rotation_factor(int block) {
-    return block >= 4 ? .5f * rotation_factor(block / 4) : block == 2 ? .70710678118654752f : 1.f;
-}
-
-__device__ __forceinline__ float grid_value(u32 code, float step, int bits) {
-    return __fmul_rn(fmaf(2.f, (float)code, 1.f - (1 << bits)), step);
-}
-
-// The block Hadamard transform without its factor.
-__device__ __forceinline__ void add_and_subtract(float (&x)[PER_LANE], int lane) {
-#pragma unroll
-    for (int h = 1; h < ROTATION_BLOCK; h *= 2) {
-        const bool across = h >= RUN && h < RUN * LANES;  // partners are in two lanes
-        const float sign = lane & h / RUN ? -1.f : 1.f;
-#pragma unroll
-        for (int j = 0; j < PER_LANE; ++j) {
-            const int to = h < RUN ? h : h / LANES;
-            if (across) x[j] = fmaf(x[j], sign, __shfl_xor_sync(ALL_LANES, x[j], h / RUN));
-            if (across || j & to) continue;
-            const float a = x[j], b = x[j + to];
-            x[j] = __fadd_rn(a, b);
-            x[j + to] = __fsub_rn(a, b);
-        }
-    }
-}
-
-// The orthonormal block Hadamard transform of float32, its own inverse up to rounding.
-__device__ __forceinline__ void rotate(float (&x)[PER_LANE], int lane) {
-    add_and_subtract(x, lane);
-#pragma unroll
-    for (int j = 0; j < PER_LANE; ++j) x[j] = __fmul_rn(x[j], rotation_factor(ROTATION_BLOCK));
-}
+constexpr int LANES = 4, PER_LANE = HEAD_DIM / LANES;  // of a vector that has not been asked for
 
 // Codes of a stored token; each lane asks for AT_ONCE of them before it waits for the first.
 template <int BITS>
@@ -124,13 +85,13 @@ __device__ __forceinline__ void take_key(const Region& from, u32 slot, u8* row, 
             const Run run = run_of_block(from.bits, first + i);
             const u32* const codes = (const u32*)from.codes + 32 * run.word + 4 * (slot / 2) + lane;
             tiles[i] = BLOCK_TILES * (first + i - run.first);
-            KVLAB_FOR_BLOCK(width_of_block(from.bits, first + i),
+            KVLAB_FOR_WIDTH(width_of_block(from.bits, first + i),
                             ask_for_block<BITS>(codes, tiles[i], words[i]));
         }
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
             u8* const to = row + 16 * BLOCK_TILES * (first + i) + 2 * lane;
-            KVLAB_FOR_BLOCK(width_of_block(from.bits, first + i),
+            KVLAB_FOR_WIDTH(width_of_block(from.bits, first + i),
                             put_block<BITS>(words[i], tiles[i], slot % 2, to));
         }
     }
@@ -166,70 +127,30 @@ __device__ __forceinline__ Region source_of(Side side, const LayerState& s, cons
     return region_of(side, s.arena + (u64)move.from * UNIT, s.rungs[move.from_rung]);
 }
 
-// Puts a vector that has not been asked for into its row, LANES lanes: codes, a byte each, or raw. Returns
-// its step, 0 of raw ones.
-__device__ __forceinline__ u32 fill_row(Side side, const Region& from, const Move& move,
-                                        const NewTokens& new_tokens, const Shared& shared, PageState& page,
-                                        u8* row, u32 lane) {
-    u32 step = 0;
-    if (is_stored(move)) {
-        take_stored(side, from, move.from_slot, row, lane);
-        if (from.bits != 16) step = from.steps[move.from_slot];
-        if (lane == 0) page.steps[move.to_slot] = (u8)step;
-    } else if (move.from_rung != NO_MOVE && !shared.in_units) {
-        const u16* vector = new_vector(side, new_tokens, place_of(new_tokens, move, shared));
-#pragma unroll 4
-        for (int i = lane; i < HEAD_DIM; i += LANES) ((u16*)row)[i] = vector[i];
-    }
-    return step;
-}
+// Which rows are filled.
+enum Kinds { RAW_ROWS = 1, CODED_ROWS = 2 };
 
-#if IN_BLOCKS
-// Fills rows of keys: with raw ones, or, when these have been put in order, with codes.
-__device__ __forceinline__ void fill_key_rows(bool coded, const LayerState& s, const NewTokens& new_tokens,
-                                              const Shared& shared, PageState& page, u8* rows) {
+// Puts vectors that have not been asked for into their rows, of the kinds that are named: raw ones, and
+// codes, a byte each. No move goes from codes to raw elements: lower rungs are narrower on both sides, or as
+// wide.
+__device__ __forceinline__ void fill_rows(Side side, int kinds, const LayerState& s,
+                                          const NewTokens& new_tokens, const Shared& shared, PageState& page,
+                                          u8* rows) {
     const u32 lane = lane_again() % LANES;
 #pragma unroll 1
     for (u32 at = lane_again() / LANES; at < PAGE; at += 32 / LANES) {
         const Move move = (const Move&)page.moves[at];
-        const Region from = source_of(KEYS, s, move);
-        if ((from.bits != 16) == coded)
-            fill_row(KEYS, from, move, new_tokens, shared, page, row_for(rows, move), lane);
-    }
-}
-#endif
-
-// Fills rows; what goes to raw elements from fewer bits is rotated back.
-__device__ __forceinline__ void fill_rows(Side side, const LayerState& s, const NewTokens& new_tokens,
-                                          const Shared& shared, PageState& page, u8* rows) {
-    const u32 lane = lane_again() % LANES;
-#pragma unroll 1
-    for (u32 at = lane_again() / LANES; at < PAGE; at += 32 / LANES) {
-        const Move move = (const Move&)page.moves[at];
-        u8* const row = row_for(rows, move);
         const Region from = source_of(side, s, move);
-        const u32 step = fill_row(side, from, move, new_tokens, shared, page, row, lane);
-        const bool turns_raw = from.bits < 16 && page.to.bits == 16;
-        if (!__any_sync(ALL_LANES, turns_raw)) continue;
-        __syncwarp();  // rows are whole
-        float x[PER_LANE];
-#pragma unroll
-        for (int j = 0; j < PER_LANE; ++j)
-            x[j] = turns_raw ? grid_value(row[element_of(lane, j)], step_value(step), from.bits) : 0.f;
-        rotate(x, lane);
-        __syncwarp();  // all lanes have read their rows before raw elements take their place
-#pragma unroll
-        for (int j = 0; j < PER_LANE; j += 2) {
-            const int pair = element_of(lane, j) / 2;
-            const float2 mean =
-                side == KEYS ? __half22float2(((const __half2*)page.halves)[pair]) : float2{0.f, 0.f};
-            const u8* const shifts = page.shifts + 2 * pair;
-            const auto raw = [&](float y, float m, int i) {
-                return side == KEYS               ? __fadd_rn(y * power_of_two(shifts[i]), m)
-                       : turns_sign(2 * pair + i) ? -y
-                                                  : y;
-            };
-            if (turns_raw) ((u32*)row)[pair] = pack_pair(raw(x[j], mean.x, 0), raw(x[j + 1], mean.y, 1));
+        if (!(kinds & (from.bits == 16 ? RAW_ROWS : CODED_ROWS))) continue;
+        u8* const row = row_for(rows, move);
+        if (is_stored(move)) {
+            const u8 step = from.bits != 16 ? from.steps[move.from_slot] : 0;  // asked for before codes
+            take_stored(side, from, move.from_slot, row, lane);
+            if (lane == 0) page.steps[move.to_slot] = step;
+        } else if (move.from_rung != NO_MOVE && !shared.in_units) {
+            const u16* vector = new_vector(side, new_tokens, place_of(new_tokens, move, shared));
+#pragma unroll 4
+            for (int i = lane; i < HEAD_DIM; i += LANES) ((u16*)row)[i] = vector[i];
         }
     }
 }
@@ -496,12 +417,10 @@ extern "C" __global__ void __launch_bounds__(WRITE_THREADS, BLOCKS)
         if (number + 2 * stride < pages) ask_for_moves(list, number + 2 * stride, then.moves);
         const Tail tail = side == KEYS ? tail_of(s, new_tokens, shared, page, lane) : Tail{-1, 0, 0};
         if (page.others) {
-#if IN_BLOCKS
-            if (side == KEYS && page.any_raw) fill_key_rows(false, s, new_tokens, shared, page, rows);
-            if (side == VALUES)
-#endif
-                fill_rows(side, s, new_tokens, shared, page, rows);
-            __syncwarp();  // all rows are whole, and all sources of this page have been read
+            // Raw keys are put in order of their blocks before codes take their rows.
+            const int kinds = IN_BLOCKS && side == KEYS ? any_raw(page) * RAW_ROWS : RAW_ROWS | CODED_ROWS;
+            if (kinds) fill_rows(side, kinds, s, new_tokens, shared, page, rows);
+            __syncwarp();  // raw rows are whole, or all are and all sources of this page have been read
         }
         if (page.to.bits == 16) {
             if (side == KEYS)
@@ -524,7 +443,7 @@ extern "C" __global__ void __launch_bounds__(WRITE_THREADS, BLOCKS)
             if (side == KEYS) {
                 if (page.others) {
                     __syncwarp();  // all lanes have read raw rows
-                    fill_key_rows(true, s, new_tokens, shared, page, rows);
+                    fill_rows(KEYS, CODED_ROWS, s, new_tokens, shared, page, rows);
                     __syncwarp();  // codes are there, and all sources of this page have been read
 #pragma unroll
                     for (int i = 0; i < 2; ++i) row[i] = row_at(page, slot + i);
@@ -584,5 +503,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 // gate: HEAD_DIM=128,64,80,96 BF16=1,0 registers<=255
 // gate: HEAD_DIM=256 BF16=1,0 registers<=255
-// gate: HEAD_DIM=128,64,256 BF16=1,0 IN_BLOCKS=1 PROFILES=k4220k4422k8422k8444k8888 registers<=255
+// gate: HEAD_DIM=128,64,256 BF16=1,0 PROFILES=k4220k4422k8422k8444k8888 registers<=255
 // arch=sm_90a,sm_100a,sm_120a

@@ -161,9 +161,9 @@ def write_tokens(
     """
     in_blocks = bool(profiles)
     if groups * layers >= _MANY_PAGES and _can_prefill(fresh):
-        kernel = _kernel("pages/prefill", "write_prefill", head_dim, dtype, device, in_blocks, profiles)
+        kernel = _kernel("pages/prefill", "write_prefill", head_dim, dtype, device, profiles=profiles)
         row = -(-2 * head_dim // 128) * 128
-        own = 7 * head_dim + 1952 if in_blocks else 5 * head_dim + 1904
+        own = 13 * head_dim + 1984 if in_blocks else 5 * head_dim + 1920
         each = -(-(own + TOKENS_PER_PAGE * row) // 128) * 128  # WarpSpace in pages/prefill.cu
         on_hopper = 24 if in_blocks and head_dim < 128 else 20
         most = {9: on_hopper, 12: 12}.get(compute_capability(device)[0], 16)  # WARPS there
@@ -173,11 +173,11 @@ def write_tokens(
         grid = _grid(-(-groups // (4 * warps)), layers, multiprocessors(device))
         kernel(grid, (32 * warps,), (states, lists, fresh), warps * each, stream)
         return
-    kernel = _kernel("pages/write", "write_tokens", head_dim, dtype, device, in_blocks, profiles)
+    kernel = _kernel("pages/write", "write_tokens", head_dim, dtype, device, profiles=profiles)
     blocks = _BLOCKS if fresh["k"] else _FEW_BLOCKS
     warps = _WRITE_THREADS // 32
     grid = _grid(-(-groups // warps), layers, blocks * multiprocessors(device))
-    own = 83 * head_dim + 1840 if in_blocks else 78 * head_dim + 1728  # WarpSpace in pages/sources.cuh
+    own = 89 * head_dim + 1856 if in_blocks else 78 * head_dim + 1728  # WarpSpace in pages/sources.cuh
     kernel((*grid, 2), (_WRITE_THREADS,), (states, lists, fresh), warps * own, stream)
 
 
