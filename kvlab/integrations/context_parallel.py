@@ -20,7 +20,7 @@ with needs_extra("hf", "kvlab.parallel.enable"):
 
 from kvlab.arguments import whole_number
 from kvlab.parallel import extract_local, position_ids, zigzag_llama3_flash_attn_varlen_func
-from kvlab.parallel.collectives import group_of, place_of
+from kvlab.parallel.collectives import group_of, rank_and_size
 
 __all__ = ["ATTENTION", "Enabled", "enable"]
 
@@ -58,7 +58,7 @@ class Enabled:
         self._model, self._group, self._stride = model, group_of(group), stride
         self._before = model.config._attn_implementation
         self._forward = model.forward
-        self._ranks = place_of(group)[1]
+        self._ranks = rank_and_size(group)[1]
         model.set_attn_implementation(ATTENTION)  # warns and does nothing where a model cannot
         if model.config.get_text_config()._attn_implementation != ATTENTION:
             raise NotImplementedError(
@@ -175,7 +175,7 @@ def _attend(
             raise NotImplementedError(f"{name}: not computed with context parallelism")
     shard = context_parallel
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    local = [bound // place_of(shard.group)[1] for bound in shard.bounds]
+    local = [bound // rank_and_size(shard.group)[1] for bound in shard.bounds]
     out = zigzag_llama3_flash_attn_varlen_func(
         q, k, v, local, shard.bounds, shard.seqlen, shard.seqlen, min(shard.stride, key.shape[1]),
         dropout_p=dropout, softmax_scale=scaling, causal=True, group=shard.group,

@@ -38,10 +38,10 @@ __all__ = [
     "joined",
     "largest",
     "on_device",
-    "place_of",
     "process_group",
     "put_sum",
     "random_inputs",
+    "rank_and_size",
     "with_gradients",
 ]
 
@@ -127,7 +127,7 @@ def group_of(group: Any) -> Any:
     return group.get_group()
 
 
-def place_of(group: Any) -> tuple[int, int]:
+def rank_and_size(group: Any) -> tuple[int, int]:
     """Return rank and size of a process group or a mesh of one axis, None for the group of all ranks.
 
     Raises
@@ -185,7 +185,7 @@ def all_to_all(
         return Pending(
             *box.all_to_all(outgoing, incoming, begins, most, what, width or outgoing[0][0].shape[1])
         )
-    rank, _ = place_of(group)
+    rank, _ = rank_and_size(group)
     ends = np.cumsum(incoming).tolist()
     buffers, operations, keeps = [], [], []
     for pieces in outgoing:
@@ -208,7 +208,7 @@ def all_to_all(
 
 def exchange(tensors: tuple[Tensor, ...], group: Any) -> Pending:
     """Send tensors to the next rank of the ring and receive the same from the one before."""
-    rank, size = place_of(group)
+    rank, size = rank_and_size(group)
     to, source = ((rank + step) % size for step in (1, -1))
     if group is not None:
         to, source = (dist.get_global_rank(group, r) for r in (to, source))

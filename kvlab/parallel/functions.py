@@ -29,7 +29,7 @@ from kvlab.parallel.collectives import (
     device_of,
     group_of,
     on_device,
-    place_of,
+    rank_and_size,
     with_gradients,
 )
 from kvlab.parallel.gathered import GatheredAttention
@@ -164,8 +164,8 @@ def llama3_flash_attn_prepare_cu_seqlens(
         These keys among those of all ranks.
     """
     size = whole_number(world_size, "world_size", 1, LONGEST)
-    place = whole_number(rank, "rank", 0, size - 1)
-    (part,) = llama3_plan(_lengths(cu_seqlens, "cu_seqlens"), place, size, flag(causal, "causal")).gathered
+    own = whole_number(rank, "rank", 0, size - 1)
+    (part,) = llama3_plan(_lengths(cu_seqlens, "cu_seqlens"), own, size, flag(causal, "causal")).gathered
     longest = [int((bounds[1:] - bounds[:-1]).max(initial=0)) for bounds in (part.cu_q, part.cu_k)]
     bounds = [on_device(b, device_of(cu_seqlens)) for b in (part.cu_q, part.cu_k)]
     return bounds[0], bounds[1], longest[0], longest[1], part.k_rows  # type: ignore[return-value]
@@ -227,7 +227,7 @@ def llama3_flash_attn_varlen_func(
     check_tensors(q=q, k=k, v=v)
     _check_pieces(q, *bounds, max_seqlen_q, max_seqlen_k)
     part = Part(slice(None), local_k_slice, *bounds, flag(causal, "causal"))
-    rank, size = place_of(group)
+    rank, size = rank_and_size(group)
     _check_slice(local_k_slice, len(q) * size, int(bounds[1][-1]))
     plan = Plan(np.full((size, size), len(q)), (), (part,))
     options = _options(softmax_scale, window_size, deterministic)
@@ -318,7 +318,7 @@ def zigzag_llama3_flash_attn_varlen_func(
         whole_number(max_seqlen_k, "max_seqlen_k", 0, LONGEST),
         local_k_slice and (local_k_slice.start, local_k_slice.stop, local_k_slice.step),
         flag(causal, "causal"), options, whole_number(heads_k_stride, "heads_k_stride", 1, LONGEST),
-        group_of(group), place_of(group),
+        group_of(group), rank_and_size(group),
     )  # fmt: skip
     return _attend(call, q, k, v, return_attn_probs)
 
@@ -334,10 +334,10 @@ def _zigzag_llama3_call(
     options: Options,
     stride: int,
     group: Any,
-    place: tuple[int, int],
+    ranks: tuple[int, int],
 ) -> GatheredAttention:
     """Check and plan what does not depend on tensors; a model calls with the same again and again."""
-    shard = Shard(_lengths(cu_seqlens_k, "cu_seqlens_k"), *place)
+    shard = Shard(_lengths(cu_seqlens_k, "cu_seqlens_k"), *ranks)
     mine, total = shard.cu_seqlens, sum(shard.lengths)
     given = _bounds(cu_seqlens_q, "cu_seqlens_q")
     if given.tolist() != mine.tolist():
@@ -349,7 +349,7 @@ def _zigzag_llama3_call(
     _check_longest(tuple(np.diff(mine).tolist()), max_seqlen_q, "max_seqlen_q")
     _check_longest(shard.lengths, max_seqlen_k, "max_seqlen_k")
     plan = zigzag_llama3_plan(shard, causal, options.window)
-    return GatheredAttention(plan, group, place[0], stride, options)
+    return GatheredAttention(plan, group, ranks[0], stride, options)
 
 
 # ---- keys and values go round
@@ -556,7 +556,7 @@ def _ring(
         raise NotImplementedError(
             f"window_size={options.window}: a ring has no windows; zigzag_llama3_flash_attn_varlen_func has"
         )
-    rank, world_size = place_of(group)
+    rank, world_size = rank_and_size(group)
     shard = Shard(tuple(n * world_size for n in local_lengths), rank, world_size, zigzag)
     _check_tokens(q.shape, k.shape, v.shape, int(shard.cu_seqlens[-1]))
     call = RingAttention(shard, group_of(group), flag(causal, "causal"), options)
@@ -640,7 +640,7 @@ def _check_length(tokens: int, name: str, total: int) -> None:
 
 
 def _shard(lengths: tuple[int, ...], group: Any, zigzag: bool) -> Shard:
-    return Shard(lengths, *place_of(group), zigzag=flag(zigzag, "zigzag"))
+    return Shard(lengths, *rank_and_size(group), zigzag=flag(zigzag, "zigzag"))
 
 
 def _numbers(cu_seqlens: Any, name: str) -> tuple[int, ...]:

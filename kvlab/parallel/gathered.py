@@ -66,7 +66,7 @@ class _Sum:
 
     def __init__(self, total: QueryGradients, theirs: Seen, taken: int) -> None:
         self._total, self.parts, self.portions = total, (theirs,), [slice(None)]
-        self.places: list[Rows] = [slice(0, taken)]  # of the keys of each part
+        self.key_rows: list[Rows] = [slice(0, taken)]  # of the keys of each part
 
     def add_own(self, _: slice) -> tuple[Any, Any]:
         """Return dk and dv of own keys."""
@@ -107,7 +107,7 @@ class _Parts:
         portions: list[slice],
     ) -> None:
         self._local, self.parts = plan.local, plan.gathered
-        self.places = [part.k_rows for part in self.parts]
+        self.key_rows = [part.k_rows for part in self.parts]
         self._mine, self._keys, self._dq, self._options = mine, keys, dq, options
         self.portions = portions
         self._own: list[tuple[slice, Any]] = []  # query heads, and dq of own keys
@@ -255,7 +255,7 @@ class GatheredAttention:
                     theirs.append(step.add(part, *pending.wait()))
             heads, _ = _heads(first, stride, q, k)
             with lanes.behind_all():
-                sending = self._send(step.places, theirs, k[:0, heads])
+                sending = self._send(step.key_rows, theirs, k[:0, heads])
                 pending.wait()
                 pending.free()
                 later = strides[number + _AHEAD : number + _AHEAD + 1]
@@ -312,10 +312,10 @@ class GatheredAttention:
         what = "gather of keys and values"
         return all_to_all(pieces, taken.rows, taken.begins, taken.most, self.group, what, width)
 
-    def _send(self, places: Sequence[Rows], theirs: list[tuple[Any, Any]], keys: Any) -> Pending:
+    def _send(self, key_rows: Sequence[Rows], theirs: list[tuple[Any, Any]], keys: Any) -> Pending:
         """Start to send every rank the gradients of its keys; `keys` are none of this stride."""
         spans, back = self._incoming.spans, self._outgoing
-        pieces = [_blocks(spans, places, [found[n] for found in theirs], keys) for n in (0, 1)]
+        pieces = [_blocks(spans, key_rows, [found[n] for found in theirs], keys) for n in (0, 1)]
         return all_to_all(pieces, back.rows, back.begins, back.most, self.group, "exchange of gradients")
 
     def _take(self, sending: Pending, own: _Own, results: tuple[Any, Any]) -> None:
@@ -377,11 +377,11 @@ def _counts(takes: NDArray[np.int64], rank: int) -> _Counts:
     return _Counts(rows, spans, takes[:, :rank].sum(1).tolist(), int(takes.sum(1).max()))
 
 
-def _blocks(spans: list[slice], places: Sequence[Rows], found: list[Any], like: Any) -> list[Any]:
+def _blocks(spans: list[slice], key_rows: Sequence[Rows], found: list[Any], like: Any) -> list[Any]:
     """Gradients of the rows of the buffer, rank by rank: views where one part has all that a rank gets."""
     views: list[Any] = []
     for span in spans:
-        for keys, x in zip(places, found, strict=True):
+        for keys, x in zip(key_rows, found, strict=True):
             if isinstance(keys, slice) and (keys.start or 0) <= span.start < span.stop <= keys.stop:
                 views.append(x[span.start - (keys.start or 0) : span.stop - (keys.start or 0)])
                 break
@@ -392,6 +392,6 @@ def _blocks(spans: list[slice], places: Sequence[Rows], found: list[Any], like: 
     if len(views) == len(spans):
         return views
     total = filled((spans[-1].stop, *like.shape[1:]), 0.0, like)
-    for keys, x in zip(places, found, strict=True):
+    for keys, x in zip(key_rows, found, strict=True):
         add_rows(total, keys, x)
     return [total[span] for span in spans]

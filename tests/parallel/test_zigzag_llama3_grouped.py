@@ -252,7 +252,7 @@ X, CU = torch.zeros(8, 2, 16), [0, 8]
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank of one, which never communicates."""
-    monkeypatch.setattr("kvlab.parallel.functions.place_of", lambda group: (0, 1))
+    monkeypatch.setattr("kvlab.parallel.functions.rank_and_size", lambda group: (0, 1))
 
 
 @pytest.mark.parametrize(

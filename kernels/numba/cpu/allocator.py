@@ -2,8 +2,8 @@
 
 `kvlab/ops/allocator.py` states the problem and calls these loops. Shapes used throughout: ``loss``
 (pages, rungs), ``cost`` (rungs,), ``ceiling`` and ``rung`` (pages,). A *step* lifts a page from one corner of
-its lower convex hull of (bytes, loss) points to the next; its *slope* is the loss saved per byte. ``room`` is
-the bytes still free.
+its lower convex hull of (bytes, loss) points to the next; its *slope* is the loss saved per byte.
+``free_bytes`` are bytes of the budget that nothing takes yet.
 
 All loops are serial: at 4,096 pages the greedy ones take a fraction of a millisecond, too little to divide
 among threads.
@@ -42,7 +42,7 @@ def hull_steps(loss, cost, ceiling):
 
 
 @njit(cache=True)
-def break_price(slope_bits, step_cost, room):
+def break_price(slope_bits, step_cost, free_bytes):
     """The lowest price such that all steps of a steeper slope fit together; 0 if all steps fit.
 
     Prices and slopes are the bit patterns of non-negative floats: read as integers they keep their order, so
@@ -54,7 +54,7 @@ def break_price(slope_bits, step_cost, room):
         total = np.int64(0)
         for step in range(slope_bits.size):
             total += step_cost[step] if slope_bits[step] > price else 0
-        if total <= room:
+        if total <= free_bytes:
             high = price
         else:
             low = price
@@ -62,59 +62,59 @@ def break_price(slope_bits, step_cost, room):
 
 
 @njit(cache=True)
-def climb(slope, step_cost, target, price, room):
-    """Rungs and room after all steps above the price, then those at it, in page order, while they fit."""
-    pages, most_steps = slope.shape
+def climb(slope, step_cost, target, price, free_bytes):
+    """Rungs and free bytes after all steps above the price, then those at it, by page, while they fit."""
+    pages, max_steps = slope.shape
     rung = np.zeros(pages, np.int64)
     taken = np.zeros(pages, np.int64)
     for page in range(pages):
-        while taken[page] < most_steps and slope[page, taken[page]] > price:
-            room -= step_cost[page, taken[page]]
+        while taken[page] < max_steps and slope[page, taken[page]] > price:
+            free_bytes -= step_cost[page, taken[page]]
             rung[page] = target[page, taken[page]]
             taken[page] += 1
     if price == 0:
-        return rung, room
+        return rung, free_bytes
     for page in range(pages):
-        while taken[page] < most_steps and slope[page, taken[page]] == price:
-            if step_cost[page, taken[page]] > room:
-                return rung, room
-            room -= step_cost[page, taken[page]]
+        while taken[page] < max_steps and slope[page, taken[page]] == price:
+            if step_cost[page, taken[page]] > free_bytes:
+                return rung, free_bytes
+            free_bytes -= step_cost[page, taken[page]]
             rung[page] = target[page, taken[page]]
             taken[page] += 1
-    return rung, room
+    return rung, free_bytes
 
 
 @njit(cache=True)
-def fill(rung, loss, cost, ceiling, room):
+def fill(rung, loss, cost, ceiling, free_bytes):
     """Raise rungs, in place, until nothing more fits: first what saves most, then whatever is lowest.
 
-    After `climb` the room is smaller than one step: few upgrades fit, so each is found by a pass over all
-    pages, and what it saves counts rather than what it saves per byte.
+    After `climb` fewer bytes are free than one step takes. Few upgrades fit, so each is found by a pass over
+    all pages, and what it saves counts rather than what it saves per byte.
     """
     pages, rungs = loss.shape
     while True:
-        most_saved, best_page, best_rung = 0.0, -1, -1
+        max_saved, best_page, best_rung = 0.0, -1, -1
         for page in range(pages):
             now = rung[page]
             for higher in range(now + 1, ceiling[page] + 1):
-                if cost[higher] - cost[now] > room:
+                if cost[higher] - cost[now] > free_bytes:
                     break
-                if loss[page, now] - loss[page, higher] > most_saved:
-                    most_saved, best_page, best_rung = loss[page, now] - loss[page, higher], page, higher
+                if loss[page, now] - loss[page, higher] > max_saved:
+                    max_saved, best_page, best_rung = loss[page, now] - loss[page, higher], page, higher
         if best_page < 0:
             break
-        room -= cost[best_rung] - cost[rung[best_page]]
+        free_bytes -= cost[best_rung] - cost[rung[best_page]]
         rung[best_page] = best_rung
     for higher in range(1, rungs):
         for page in range(pages):
             step = cost[higher] - cost[rung[page]]
-            if 0 < step <= room and higher <= ceiling[page]:
-                room -= step
+            if 0 < step <= free_bytes and higher <= ceiling[page]:
+                free_bytes -= step
                 rung[page] = higher
 
 
 @njit(cache=True)
-def search_core(spent, saved, shortfall, room, price, best, tolerance, max_states):
+def search_core(spent, saved, shortfall, free_bytes, price, best, tolerance, max_states):
     """The best set of moves away from the Lagrangian solution at `price`, at most one move per core page.
 
     A state is what the moves of the pages seen so far spent and saved (both may be negative). Each page turns
@@ -127,7 +127,7 @@ def search_core(spent, saved, shortfall, room, price, best, tolerance, max_state
     spent, saved, shortfall : (core, rungs) int64, float64, float64
         Of moving a page to a rung: bytes, loss saved, and ``price * spent - saved``, infinite at the rung it
         has and where the move is not allowed. Rows in the order of their smallest shortfall.
-    room : int
+    free_bytes : int
         Bytes free before any move.
     best : float
         What the best known solution saves.
@@ -147,7 +147,7 @@ def search_core(spent, saved, shortfall, room, price, best, tolerance, max_state
     choices = [np.zeros(1, np.int16)]
     kept, best_page, best_state = 0, -1, -1
     for page in range(core):
-        useful = shortfall[page] < price * room - best - tolerance
+        useful = shortfall[page] < price * free_bytes - best - tolerance
         if front_spent.size == 0 or not useful.any():
             break
         options = np.flatnonzero(useful | (spent[page] == 0))
@@ -155,12 +155,12 @@ def search_core(spent, saved, shortfall, room, price, best, tolerance, max_state
             return moves, False
         front_spent, front_saved, parent, choice = _next_front(
             front_spent, front_saved, spent[page][options], saved[page][options],
-            room, gain_rate[page + 1], give_rate[page + 1], best, tolerance,
+            free_bytes, gain_rate[page + 1], give_rate[page + 1], best, tolerance,
         )  # fmt: skip
         parents.append(parent.copy())
         choices.append(options[choice].astype(np.int16))
         kept += front_spent.size
-        last = np.searchsorted(front_spent, room, side="right") - 1  # saves most of those that fit
+        last = np.searchsorted(front_spent, free_bytes, side="right") - 1  # saves most of those that fit
         if last >= 0 and front_saved[last] > best:
             best, best_page, best_state = front_saved[last], page, last
     for page in range(best_page, -1, -1):
@@ -188,7 +188,7 @@ def _rates_to_come(spent, saved, shortfall):
 
 
 @njit(cache=True)
-def _next_front(front_spent, front_saved, spent, saved, room, gain_rate, give_rate, best, tolerance):
+def _next_front(front_spent, front_saved, spent, saved, free_bytes, gain_rate, give_rate, best, tolerance):
     """Merge a shifted copy of the front per option; also returns the parent and the option of each state."""
     states, options = front_spent.size, spent.size
     next_spent = np.empty(options * states, np.int64)
@@ -196,7 +196,7 @@ def _next_front(front_spent, front_saved, spent, saved, room, gain_rate, give_ra
     parent = np.empty(options * states, np.int32)
     choice = np.empty(options * states, np.int16)
     head = np.zeros(options, np.int64)
-    count, most_saved = 0, -np.inf
+    count, max_saved = 0, -np.inf
     for _ in range(options * states):
         # the cheapest state not merged yet; of equally cheap ones the one that saves most
         option, cheapest, saves = -1, np.int64(0), 0.0
@@ -207,13 +207,13 @@ def _next_front(front_spent, front_saved, spent, saved, room, gain_rate, give_ra
                 if option < 0 or bytes_here < cheapest or (bytes_here == cheapest and saved_here > saves):
                     option, cheapest, saves = index, bytes_here, saved_here
         head[option] += 1
-        rate = gain_rate if cheapest <= room else give_rate
-        if saves <= most_saved or saves + rate * (room - cheapest) <= best + tolerance:
+        rate = gain_rate if cheapest <= free_bytes else give_rate
+        if saves <= max_saved or saves + rate * (free_bytes - cheapest) <= best + tolerance:
             continue
         next_spent[count], next_saved[count] = cheapest, saves
         parent[count], choice[count] = head[option] - 1, option
         count += 1
-        most_saved = saves
-        if cheapest <= room:
+        max_saved = saves
+        if cheapest <= free_bytes:
             best = max(best, saves)
     return next_spent[:count], next_saved[:count], parent[:count], choice[:count]
