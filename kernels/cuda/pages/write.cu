@@ -318,27 +318,25 @@ struct EncodeKeys {
 };
 #endif
 
-// Position and importance of a move's token.
-struct Tail {
-    int slot;  // or -1
-    u16 position;
-    u8 importance;
-};
+// Position, importance and slot of a move's token, from the lowest bits on: one register from a page's
+// beginning to its end.
+constexpr u32 NO_TAIL = ~0u;
 
-__device__ __forceinline__ Tail tail_of(const LayerState& s, const NewTokens& new_tokens,
-                                        const Shared& shared, const PageState& page, u32 lane) {
-    if (lane >= PAGE) return {-1, 0, 0};
+__device__ __forceinline__ u32 tail_of(const LayerState& s, const NewTokens& new_tokens, const Shared& shared,
+                                       const PageState& page, u32 lane) {
+    if (lane >= PAGE) return NO_TAIL;
     const Move move = (const Move&)page.moves[lane];
-    if (move.from_rung == NO_MOVE) return {-1, 0, 0};
+    if (move.from_rung == NO_MOVE) return NO_TAIL;
+    const u32 slot = (u32)move.to_slot << 24;
     if (is_new(move)) {
         const u32 step = place_of(new_tokens, move, shared).step;
         const u64 at = (u64)new_tokens.importance + (u64)move.from * new_tokens.steps + step;
-        const u16 position =
-            (u16)(new_tokens.positions ? new_tokens.positions[move.token] : new_tokens.first + (int)step);
-        return {move.to_slot, position, (u8)(page.importance_words[lane] >> at % 4 * 8)};
+        const u32 position =
+            new_tokens.positions ? new_tokens.positions[move.token] : new_tokens.first + (int)step;
+        return slot | (page.importance_words[lane] >> at % 4 * 8 & 0xffu) << 16 | (position & 0xffffu);
     }
     const u8* from = s.arena + (u64)move.from * UNIT + s.rungs[move.from_rung].tail;
-    return {move.to_slot, ((const u16*)from)[move.from_slot], from[2 * PAGE + move.from_slot]};
+    return slot | (u32)from[2 * PAGE + move.from_slot] << 16 | ((const u16*)from)[move.from_slot];
 }
 
 // Whether a row holds raw elements; where keys are kept in blocks, pages without them skip what is for these.
@@ -415,7 +413,7 @@ extern "C" __global__ void __launch_bounds__(WRITE_THREADS, BLOCKS)
         if (side == KEYS && any_raw(page)) take_frame(page, space.frame, lane);
         if (number + stride < pages) ask_for_page(side, s, new_tokens, space.rows[half ^ 1], shared, next);
         if (number + 2 * stride < pages) ask_for_moves(list, number + 2 * stride, then.moves);
-        const Tail tail = side == KEYS ? tail_of(s, new_tokens, shared, page, lane) : Tail{-1, 0, 0};
+        const u32 tail = side == KEYS ? tail_of(s, new_tokens, shared, page, lane) : NO_TAIL;
         if (page.others) {
             // Raw keys are put in order of their blocks before codes take their rows.
             const int kinds = IN_BLOCKS && side == KEYS ? any_raw(page) * RAW_ROWS : RAW_ROWS | CODED_ROWS;
@@ -461,9 +459,9 @@ extern "C" __global__ void __launch_bounds__(WRITE_THREADS, BLOCKS)
                 KVLAB_FOR_WIDTH(page.to.bits, encode_page<BITS>(side, x, loaded, rows, row, page, lane));
             }
         }
-        if (tail.slot >= 0) {
-            ((u16*)page.tail)[tail.slot] = tail.position;
-            page.tail[2 * PAGE + tail.slot] = tail.importance;
+        if (tail != NO_TAIL) {
+            ((u16*)page.tail)[tail >> 24] = (u16)tail;
+            page.tail[2 * PAGE + (tail >> 24)] = (u8)(tail >> 16);
         }
         now = now == 2 ? 0 : now + 1, half ^= 1;
     }
