@@ -27,6 +27,8 @@ from kvlab.pages import BLOCK_WIDTHS, Width
 
 __all__ = [
     "BITS",
+    "BITS_IN_BLOCKS",
+    "BITS_OF_WIDTHS",
     "ERRORS",
     "EXACT",
     "SHARES",
@@ -34,14 +36,41 @@ __all__ = [
     "Bits",
     "Ladder",
     "Rung",
+    "default_bits",
     "loss_of",
     "parse_bits",
 ]
 
 WIDTHS = (0, 2, 3, 4, 8, 16)
 Bits = str | int | Sequence["int | str"]
-BITS: Bits = (2, "k3v2", "k4v3", "k8v4", 8)
-"""The ladder of caches that name none: keys are worth more bits than values (docs/performance/quality.md)."""
+BITS: Bits = "default"
+"""The ladder of caches that name none: see `default_bits`."""
+BITS_IN_BLOCKS: tuple[int | str, ...] = ("k4220v2", "k4422v2", "k8422v3", "k8444v4", 8)
+BITS_OF_WIDTHS: tuple[int | str, ...] = (2, "k3v2", "k4v3", "k8v4", 8)
+
+
+def default_bits(head_dim: int, *, frames_hold: bool) -> tuple[int | str, ...]:
+    """Return the ladder of caches that name none.
+
+    Keys are worth more bits than values, and their channels of most energy more than others. Which these are
+    says the frame of a head: where it does not hold for later tokens, profiles cost more than they bring
+    (docs/performance/quality.md).
+
+    Parameters
+    ----------
+    head_dim : int
+        Profiles are used at 64 and 128.
+    frames_hold : bool
+        Frames are given, or it is known how RoPE turns keys.
+
+    Examples
+    --------
+    >>> default_bits(64, frames_hold=True)
+    ('k4220v2', 'k4422v2', 'k8422v3', 'k8444v4', 8)
+    >>> default_bits(80, frames_hold=True), default_bits(64, frames_hold=False)
+    ((2, 'k3v2', 'k4v3', 'k8v4', 8), (2, 'k3v2', 'k4v3', 'k8v4', 8))
+    """
+    return BITS_IN_BLOCKS if frames_hold and head_dim in (64, 128) else BITS_OF_WIDTHS
 
 
 class Rung(NamedTuple):

@@ -35,7 +35,7 @@ from kvlab.cache.score import Collector
 from kvlab.cache.store import DeviceStore
 from kvlab.lab.results import provenance
 from kvlab.lab.timing_gpu import recorded, time_by_events
-from kvlab.ladder import BITS, ERRORS, Bits, parse_bits
+from kvlab.ladder import BITS_IN_BLOCKS, BITS_OF_WIDTHS, Bits, loss_of, parse_bits
 from kvlab.ops.cuda import packed as packed_cuda
 from kvlab.ops.cuda import pages as kernels
 from kvlab.ops.cuda import plan
@@ -55,7 +55,8 @@ SHAPES = {  # layers, batch, tokens, KV heads, group, sliding window or 0
     "1 x 1K of 32K": (32, 1, 32768, 8, 4, 1024),
 }
 LADDERS: dict[str, tuple[Bits, float]] = {  # widths, bytes over those of 16 bits
-    "2,3,4,8": ((2, 3, 4, 8), 0.265), "default": (BITS, 0.3), "4": ((4,), 0.32), "2": ((2,), 0.2),
+    "2,3,4,8": ((2, 3, 4, 8), 0.265), "blocks": (BITS_IN_BLOCKS, 0.3), "widths": (BITS_OF_WIDTHS, 0.3),
+    "4": ((4,), 0.32), "2": ((2,), 0.2),
 }  # fmt: skip
 HEAD_DIM, STEPS = 128, 16
 PERIOD = 4  # cycles, between which the layers' scores go round
@@ -91,7 +92,7 @@ class Model:
         stores = [LayerFormat(ladder, heads, HEAD_DIM, "bfloat16") for _ in range(layers)]
         self.host = stores[0]
         costs = tuple(self.host.page_bytes(r) for r in range(len(ladder)))
-        self.ladder = Ladder(costs, tuple(ERRORS[r.bits_k] + ERRORS[r.bits_v] for r in ladder))
+        self.ladder = Ladder(costs, tuple(map(loss_of, ladder)))
         self.share = int(fraction * 4 * heads * HEAD_DIM * (self.window or tokens))
         like = torch.empty(1, device="cuda")
         spare = lambda _, slab: spare_nbytes(batch, heads, self.ladder, slab)  # noqa: E731

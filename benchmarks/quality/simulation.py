@@ -45,7 +45,7 @@ from kvlab.lab.quality.model import load_smollm2
 from kvlab.lab.quality.prompts import many_keys
 from kvlab.lab.quality.text import cut_windows
 from kvlab.lab.results import provenance
-from kvlab.ladder import BITS, ERRORS, parse_bits
+from kvlab.ladder import BITS_OF_WIDTHS, ERRORS, parse_bits
 from kvlab.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE
 
 PROMPT, SCORED, WHOLE, TEXT, KEYS = 1024, 128, 2047, 1536, 10
@@ -56,7 +56,7 @@ POWERS = (1.0, 2.0, 1.0, 0.5, 0.25, 0.0, 0.0, 0.0, 1 / 32)
 GRID: dict[str, Any] = {"ratios": 0, "equal": False, "search": 5}
 LOSS = (1.0, 0.3634, 0.1188, 0.03744, 0.01154, 0.003495, 0.001040, 0.000304, 0.0000877)
 DEFAULT: dict[str, Any] = {
-    "bits": [[r.bits_k, r.bits_v] for r in parse_bits(BITS, 1)[0]],
+    "bits": [[r.bits_k, r.bits_v] for r in parse_bits(BITS_OF_WIDTHS, 1)[0]],
     "page": TOKENS_PER_PAGE, "ring": 0, "frame": 64, "sink": 4, "recent": 20, "floor": 1.0, "norm": False,
     "side": 5, "error": 1.0, "step": 8, "again": [], "shares": None, "scale": 16, "plan_length": 1,
     "grid": {}, "kweight": 1.0, "power": 1.0, "newest": None, "gain": [0, 0], "ideal": False, "oracle": False,

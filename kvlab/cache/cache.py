@@ -57,7 +57,8 @@ class MixedPrecisionCache(CacheOptions):
         bytes, or None for no limit. A fraction never gives less than an empty cache takes.
     bits : str, int or sequence
         Widths in use, for example `(2, 3, 4, 8)`, `"k4v2"` or `"0-3:8,4-29:2+4"`; 16 is the cache's dtype
-        unchanged, 0 evicts. Keys are worth more bits than values.
+        unchanged, 0 evicts. Keys are worth more bits than values. `"k8422v3"` has widths of its own for each
+        quarter of a key's channels, those of most energy first. "default": see `kvlab.ladder.default_bits`.
     importance : str or callable
         "attention", "forecast", "key_norm", "recency", "uniform", or an update function (see
         `kvlab.cache.importance`).

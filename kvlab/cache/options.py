@@ -30,7 +30,7 @@ from kvlab.cache.frames import KeyFrames
 from kvlab.cache.importance import Importance, UpdateFunction, observed_by
 from kvlab.cache.layers import Layer
 from kvlab.errors import BudgetError
-from kvlab.ladder import BITS, Bits
+from kvlab.ladder import BITS, Bits, default_bits
 from kvlab.ops.allocator import METHODS, Method
 from kvlab.ops.plan import reach_of, smallest_nbytes
 from kvlab.sizes import parse_size
@@ -197,7 +197,11 @@ class CacheOptions:
             raise ValueError(f"head_dim={self.head_dim} is not supported; a multiple of 16 from 16 to 256 is")
         if self.max_seqlen is not None:
             self.max_seqlen = whole_number(self.max_seqlen, "max_seqlen", 0, LONGEST)
-        if isinstance(self.bits, Iterable) and not isinstance(self.bits, str):
+        self.rotary = _rotary(self.rotary, self.num_layers, self.head_dim)
+        if self.bits == BITS:
+            frames_hold = self.frames is not None or any(self.turns)
+            self.bits = default_bits(self.head_dim, frames_hold=frames_hold)
+        elif isinstance(self.bits, Iterable) and not isinstance(self.bits, str):
             self.bits = tuple(self.bits)
         if self.frames is not None:
             if not isinstance(self.frames, KeyFrames):
@@ -209,7 +213,6 @@ class CacheOptions:
                     f"cache of {geometry}: measure them on its model"
                 )
         self.sliding_window = _windows(self.sliding_window, self.num_layers)
-        self.rotary = _rotary(self.rotary, self.num_layers, self.head_dim)
         self.ema_decay = number(self.ema_decay, "ema_decay", 0, 1)
         observed_by(self.importance)
         self.floor = number(self.floor, "floor", 0, 1 << 20)

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 def command(
     budget: Annotated[float, typer.Option(help="Fraction of the float16 bytes.")] = 0.5,
-    bits: Annotated[str, typer.Option(help="Widths in use.")] = "2,k3v2,k4v3,k8v4,8",
+    bits: Annotated[
+        str,
+        typer.Option(help="Widths in use; default: those of caches, without packing one width each."),
+    ] = "default",
     context_length: Annotated[
         int, typer.Option(parser=size, metavar="SIZE", help="Tokens in the cache.")
     ] = 2048,
@@ -104,6 +107,12 @@ def make_case(
 ) -> AblationCase:
     """Return the case that the options stand for; a geometry (layers, heads, KV heads, channels) or none."""
     from kvlab.lab.ablation.grid import MODELS, AblationCase, Geometry
+    from kvlab.ladder import BITS, default_bits
+
+    def case(model: str | None, geometry: Geometry) -> AblationCase:
+        own = default_bits(geometry.head_dim, frames_hold=model is not None and use_packing)
+        ladder = ",".join(map(str, own)) if bits == BITS else bits
+        return AblationCase(budget, ladder, context_length, use_packing, model, geometry, **options)
 
     kind, _, number = device.partition(":")
     if number not in ("", "0"):
@@ -113,15 +122,12 @@ def make_case(
     options: dict[str, Any] = {"device": kind, "num_samples": num_samples, "seed": seed}
     layers, heads, kv_heads, channels = shape
     if layers is not None and heads is not None and channels is not None:
-        geometry = Geometry(layers, heads, kv_heads or heads, channels)
-        return AblationCase(budget, bits, context_length, use_packing, None, geometry, **options)
+        return case(None, Geometry(layers, heads, kv_heads or heads, channels))
     if any(value is not None for value in shape):
         raise ValueError("a geometry takes --num-layers, --num-heads and --head-dim; give all three or none")
     model = "tiny" if os.environ.get("KVLAB_TINY") == "1" else "smollm2"
     known = MODELS[model]
-    if context_length > known.longest:
-        return AblationCase(budget, bits, context_length, use_packing, None, known.geometry, **options)
-    return AblationCase(budget, bits, context_length, use_packing, model, known.geometry, **options)
+    return case(None if context_length > known.longest else model, known.geometry)
 
 
 def _run_tasks(

@@ -15,15 +15,23 @@ from kvlab.cli.ablate import command, make_case
 from kvlab.errors import OutOfMemory
 from kvlab.lab.ablation import memory
 from kvlab.lab.ablation.grid import Geometry
-from kvlab.ladder import BITS, parse_bits
+from kvlab.ladder import BITS_IN_BLOCKS, BITS_OF_WIDTHS, parse_bits
 
 RUNNER = CliRunner()
 GEOMETRY = [*("--num-layers", "2", "--num-heads", "4", "--num-kv-heads", "2", "--head-dim", "64")]
 
 
-def test_widths_are_those_of_caches_that_name_none() -> None:
+def test_widths_are_those_of_caches_that_name_none(monkeypatch: pytest.MonkeyPatch) -> None:
     default = inspect.signature(command).parameters["bits"].default
-    assert parse_bits(default, 1) == parse_bits(BITS, 1)
+    monkeypatch.setenv("KVLAB_TINY", "1")
+    no_shape = (None, None, None, None)
+    cases = [
+        make_case(0.3, default, 1024, packed, "cpu", 0, shape)
+        for packed in (True, False)
+        for shape in (no_shape, (1, 2, 1, 64))
+    ]
+    wanted = [BITS_IN_BLOCKS, *[BITS_OF_WIDTHS] * 3]
+    assert [parse_bits(case.bits, 1) for case in cases] == [parse_bits(bits, 1) for bits in wanted]
 
 
 def test_a_geometry_gives_json_on_screen_and_in_a_file(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from kvlab.integrations.rotary import KNOWN, rotary_of
 from kvlab.integrations.transformers import KVLabCache
+from kvlab.ladder import BITS_IN_BLOCKS, BITS_OF_WIDTHS
 
 LAYERS, TOKENS = 6, 40
 SCALED = {"rope_type": "linear", "factor": 3.0, "rope_theta": 10000.0}
@@ -63,3 +64,18 @@ def test_a_cache_has_the_angles_of_its_model() -> None:
     assert 0 < sum(local) < LAYERS
     with pytest.raises(TypeError, match="is no option of the cache"):
         KVLabCache(config, rotary=(0.1,))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt2"])
+@pytest.mark.parametrize("head_dim", [64, 128, 32])
+def test_the_default_ladder_has_profiles_where_frames_hold(kind: str, head_dim: int) -> None:
+    config = AutoConfig.for_model(
+        kind, num_hidden_layers=1, hidden_size=2 * head_dim, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=head_dim, vocab_size=99, intermediate_size=64, pad_token_id=0,
+    )  # fmt: skip
+    cache = KVLabCache(config)
+    q, k, v = torch.randn(3, 1, 2, 8, head_dim).half()
+    cache._shared.step(0, q, k[:, :1], v[:, :1], None, None, 0.0)
+    wanted = BITS_IN_BLOCKS if kind != "gpt2" and head_dim > 32 else BITS_OF_WIDTHS
+    assert cache.packed is not None
+    assert cache.packed.bits == wanted

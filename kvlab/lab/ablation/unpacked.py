@@ -49,7 +49,10 @@ def unpack_pages(pages: LayerPages) -> LayerPages:
     for r, (layout, pool) in enumerate(zip(pages.layouts, pages.pools, strict=True)):
         mine = live & (pages.rung == r)
         if layout.in_blocks:
-            raise NotImplementedError(f"pages of profile {layout.bits_k}: only widths can be unpacked")
+            raise NotImplementedError(
+                f"pages of profile {layout.bits_k}: only widths can have one code a byte; "
+                f"name some, such as bits=(2, 4, 8)"
+            )
         wide = replace(layout, bits_k=_widened(layout.blocks[0]), bits_v=_widened(layout.bits_v))
         index[mine] = np.arange(mine.sum())
         layouts.append(wide)
