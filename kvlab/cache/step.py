@@ -317,8 +317,11 @@ class DeviceCache:
             self.reallocator.reallocate(first, n, stream, lookaheads, memory.tight)
             self.lookahead[first : first + n] = lookaheads
             return
+        merged, workspace = memory.merged
         for layer, opened, lookahead in zip(layers, opens, lookaheads, strict=True):
-            self.lookahead[layer] = self._look_after_waiting(layer, steps * opened, lookahead, memory, stream)
+            self.lookahead[layer] = self._look_after_waiting(
+                layer, steps * opened, lookahead, merged, workspace, memory.tight, stream
+            )
 
     def _memory_of_plan(self, layers: Sequence[int], tight: bool) -> PlanMemory:
         """Take what `_plan` needs, before anything changes."""
@@ -337,11 +340,11 @@ class DeviceCache:
         return merged, self.reallocator.write_workspace(merged.before, stored)
 
     def _look_after_waiting(
-        self, layer: int, steps: int, lookahead: int, memory: PlanMemory, stream: int
-    ) -> int:
+        self, layer: int, steps: int, lookahead: int, merged: Merged, workspace: Workspace,
+        tight: Workspace | None, stream: int,
+    ) -> int:  # fmt: skip
         """Open pages for the next tokens of a layer whose rows may wait, and return for how many."""
-        assert memory.merged is not None
-        (merged, workspace), waiting, length = memory.merged, self.waiting, self.lengths[layer]
+        waiting, length = self.waiting, self.lengths[layer]
         waiting.advance(layer, length)
         mode, most = waiting.mode(layer), max(steps, lookahead)
         freezes = waiting.may_freeze(layer, length + most)
@@ -353,9 +356,9 @@ class DeviceCache:
         waiting.frozen(layer, length + most)
         if with_tokens:
             new = merged.new_tokens(NO_TOKENS, NO_TOKENS, 0, length)
-            self.reallocator.take_waiting(layer, new, workspace, stream, most, memory.tight is not None)
+            self.reallocator.take_waiting(layer, new, workspace, stream, most, tight is not None)
         elif mode != "all":
-            self.reallocator.reallocate(layer, 1, stream, [most], memory.tight)
+            self.reallocator.reallocate(layer, 1, stream, [most], tight)
         return waiting.lookahead(layer, steps, most)
 
     def count_dropped(self, layer: int, length: int) -> None:
