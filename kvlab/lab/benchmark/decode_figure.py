@@ -32,7 +32,7 @@ def draw(rows: Sequence[Row]) -> Figure:
     axes.plot(*_curve(rows, "dense_us"), "k-o", ms=4, label="dense bfloat16")
     for color, name in enumerate(dict.fromkeys(row["widths"] for row in rows)):
         own = [row for row in rows if row["widths"] == name]
-        text = "default ladder" if name == "default" else f"{name} bits"
+        text = "ladder of widths" if name == "default" else f"{name} bits"
         axes.plot(*_curve(own, "packed_us"), f"C{color}-o", ms=4, label=text)
         axes.plot(*_curve(own, "floor_us"), f"C{color}--", lw=1)
     title = "Decode attention: 32 query heads, 8 KV heads of 128 channels, batch 1"
