@@ -98,7 +98,7 @@ def attention_backward(
         added. ``"cuda"`` alone does so for 16-bit inputs.
     sm_margin : int
         Multiprocessors left to other kernels, as in `attention`. Above 128 channels blocks work in pairs, so
-        an odd number leaves one more, and take a sixth longer where any are left.
+        an odd number leaves one more, and take 1.1 to 1.6 times as long where any are left.
     backend : str, optional
         As in `attention`; sums are float32, over the query heads of a group too, ``"reference"`` float64.
 
