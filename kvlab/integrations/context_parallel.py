@@ -19,8 +19,8 @@ with needs_extra("hf", "kvlab.parallel.enable"):
     from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from kvlab.arguments import whole_number
-from kvlab.parallel import extract_local, position_ids, zigzag_llama3_flash_attn_varlen_func
 from kvlab.parallel.collectives import group_of, rank_and_size
+from kvlab.parallel.functions import extract_local, position_ids, zigzag_llama3_flash_attn_varlen_func
 
 __all__ = ["ATTENTION", "Enabled", "enable"]
 
