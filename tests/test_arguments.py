@@ -174,7 +174,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, tuple[Any, str]]]] = {
         | {"douts": ([OUT[0]], "arrays"), "outs": ([OUT[0]], "arrays"), "lses": ([LSE[0]], "arrays")}
         | {name: value for name, value in GROUPS.items() if name not in ONLY_FORWARD}
         | FIXED_ORDER
-        | {"float32_dkv": (False, "flag")},
+        | FLOAT32_GRADIENTS,
     ),
     "attention_varlen_backward": (
         kvlab.attention_varlen_backward,

@@ -39,7 +39,7 @@ from kvlab.ladder import BITS_IN_BLOCKS, BITS_OF_WIDTHS, Bits, loss_of, parse_bi
 from kvlab.ops.cuda import packed as packed_cuda
 from kvlab.ops.cuda import pages as kernels
 from kvlab.ops.cuda import plan
-from kvlab.ops.cuda.packed import kept_quad_bytes
+from kvlab.ops.cuda.packed import saved_quad_bytes
 from kvlab.ops.layer_state import NEW_TOKENS, OBSERVED, STATE, new_tokens
 from kvlab.ops.plan import Ladder, PlanShape, crop_bounds, spare_nbytes
 from kvlab.pages import QUAD, TOKENS_PER_PAGE
@@ -117,7 +117,7 @@ class Model:
         """Plan and carry out; `mark` is called after every kernel."""
         new = {}
         if fresh is not None:
-            new = {"codes": int(fresh["importance"]), "num_new": int(fresh["steps"])}
+            new = {"codes": int(fresh["importance"]), "num_new": int(fresh["num_new"])}
         prepare = plan._launches
 
         def timed(name: str, launch: Any) -> Any:
@@ -173,14 +173,14 @@ class Model:
         workspace = plan.make_workspace(self.like, self.shape(0), self.layers, *bounds)
         append = [
             kernels.AppendCall(
-                self.store.host_states[layer], self.host.ladder[-1], HEAD_DIM, "bfloat16", 0, steps=STEPS,
+                self.store.host_states[layer], self.host.ladder[-1], HEAD_DIM, "bfloat16", 0, num_new=STEPS,
                 group=self.group, scale=1.0, softcap=0.0, observed=OBSERVED["norm"],
             )
             for layer in range(self.layers)
         ]  # fmt: skip
         k = 500 * torch.randn(self.batch, STEPS, self.heads, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
         view = cuda_view(k, "k")
-        shape = (PERIOD, self.batch, self.heads, self.store.entries // QUAD, kept_quad_bytes(self.group))
+        shape = (PERIOD, self.batch, self.heads, self.store.entries // QUAD, saved_quad_bytes(self.group))
         scores = torch.randn(shape, device="cuda").mul_(17).add_(200).clamp_(0, 255).byte()
         scores[..., 64 * self.group : 68 * self.group].view(torch.float32)[...] = 55 / 8  # their references
         lse = torch.full((self.batch, self.heads * self.group, 1), float(np.log(self.tokens)), device="cuda")
@@ -228,7 +228,7 @@ class Model:
         heads = self.heads * self.group
         calls = [
             kernels.AppendCall(
-                self.store.host_states[layer], self.host.ladder[-1], HEAD_DIM, "bfloat16", 0, steps=1,
+                self.store.host_states[layer], self.host.ladder[-1], HEAD_DIM, "bfloat16", 0, num_new=1,
                 group=self.group, scale=HEAD_DIM**-0.5, softcap=0.0, observed=OBSERVED["mass"],
             )
             for layer in range(self.layers)

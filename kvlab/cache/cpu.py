@@ -105,7 +105,7 @@ class CpuKernels:
     # ---- steps ---------------------------------------------------------------------------------------------
 
     def append_call(
-        self, layer: int, top: Any, *, steps: int, group: int, **options: Any
+        self, layer: int, top: Any, *, num_new: int, group: int, **options: Any
     ) -> pages.AppendCall:
         """A prepared append."""
         return pages.AppendCall(self.layers[layer], **options)
@@ -118,12 +118,12 @@ class CpuKernels:
         """Nothing: `kvlab.packed_attention` takes its own memory."""
         return _NOTHING
 
-    def most_query_tokens(self, group: int) -> int:
+    def max_query_tokens(self, group: int) -> int:
         """How many query tokens an attention call takes."""
         return 1 << 20
 
     @staticmethod
-    def kept_quad_bytes(rows: int) -> int:
+    def saved_quad_bytes(rows: int) -> int:
         """Bytes that the kept scores of a quad take for so many query rows of a KV head: float32."""
         return 4 * QUAD * TOKENS_PER_PAGE * rows
 
@@ -247,8 +247,8 @@ class CpuExecutor:
         if dtype == "float16" and kind != "float16":
             whole = mask is None or mask.shape != found.shape[:2]
             _check_range(found if whole else found[mask], name)
-        steps = found.strides
-        plain = found.ndim == 4 and steps[3] == 4 and min(steps) >= 0
+        strides = found.strides
+        plain = found.ndim == 4 and strides[3] == 4 and min(strides) >= 0
         return found if plain else np.ascontiguousarray(found)
 
     def taken_mask(self, valid: Any) -> Any:

@@ -133,11 +133,11 @@ class GpuKernels:
         store = self.store
         return packed.make_workspace(store.like, store.num_bh, rows, store.head_dim, semaphores)
 
-    def most_query_tokens(self, group: int) -> int:
+    def max_query_tokens(self, group: int) -> int:
         """How many query tokens an attention call takes."""
-        return packed.most_query_tokens(self.store.num_bh * self.store.entries, group, self.device)
+        return packed.max_query_tokens(self.store.num_bh * self.store.entries, group, self.device)
 
-    kept_quad_bytes = staticmethod(packed.kept_quad_bytes)
+    saved_quad_bytes = staticmethod(packed.saved_quad_bytes)
 
     def merge_rows(self, addresses: Sequence[int], shape: tuple[int, int, int], stream: int) -> None:
         """Merge attention over other keys into the first; see `kvlab.ops.cuda.pages.merge_rows`."""

@@ -29,7 +29,7 @@ __all__ = ["KnownStep", "StepCalls", "keep_launches", "launch_again"]
 
 
 class Lse(NamedTuple):
-    """Log-sum-exp of a step, (batch, num_heads_q, steps), and its address."""
+    """Log-sum-exp of a step, (batch, num_heads_q, num_new), and its address."""
 
     array: Any
     pointer: int
@@ -40,7 +40,7 @@ class KnownStep:
     """A step of a layer that has run: its result's shape, its launches, and how q, k and v lay."""
 
     layout: Hashable
-    steps: int
+    num_new: int
     shape: tuple[int, ...]
     views: list[Any]  # CudaViews without their addresses
     calls: tuple[Any, Any, Lse]
@@ -102,34 +102,34 @@ class StepCalls:
         return sum(int(x.nbytes) for x in kept)
 
     def step(
-        self, layer: int, q: Any, steps: int, scale: float, softcap: float, observed: str, collects: bool
+        self, layer: int, q: Any, num_new: int, scale: float, softcap: float, observed: str, collects: bool
     ) -> tuple[Any, Any, Lse]:
         """Attention over stored tokens (keeping scores if it `collects`), the append, log-sum-exp."""
         mode = self._waiting.mode(layer)
-        key = (layer, steps, scale, softcap, collects, mode)
+        key = (layer, num_new, scale, softcap, collects, mode)
         found = self._steps.get(key)
         if found is None:
-            if steps not in self._workspaces:
-                self._workspaces[steps] = self._new_workspace(steps)
+            if num_new not in self._workspaces:
+                self._workspaces[num_new] = self._new_workspace(num_new)
             scores, lse = None, None
             if collects:
-                scores, kept = self._collector.place(layer, steps)
+                scores, kept = self._collector.place(layer, num_new)
                 lse = Lse(kept, self._executor.view(kept, "lse").pointer)
-            pages, workspace = self._store.pages(layer, waiting=mode != "none"), self._workspaces[steps]
+            pages, workspace = self._store.pages(layer, waiting=mode != "none"), self._workspaces[num_new]
             attend = self._kernels.attend_call(
                 q, pages, workspace, scale=scale, softcap=softcap, scores=scores,
                 window=self._store.window(layer),
             )  # fmt: skip
-            append = self.append(layer, steps, scale, softcap, observed)
-            found = self._steps[key] = attend, append, lse or self._lse_of(steps)
+            append = self.append(layer, num_new, scale, softcap, observed)
+            found = self._steps[key] = attend, append, lse or self._lse_of(num_new)
         return found
 
-    def append(self, layer: int, steps: int, scale: float, softcap: float, observed: str) -> Any:
+    def append(self, layer: int, num_new: int, scale: float, softcap: float, observed: str) -> Any:
         """The append of a number of tokens; `observed` is one of `OBSERVED`."""
         mode = self._waiting.mode(layer)
-        key = (layer, steps, scale, softcap, observed, mode)
+        key = (layer, num_new, scale, softcap, observed, mode)
         if key not in self._appends:
-            options = {"steps": steps, "group": self._group, "scale": scale, "softcap": softcap}
+            options = {"num_new": num_new, "group": self._group, "scale": scale, "softcap": softcap}
             append_call = partial(self._kernels.append_call, layer, observed=OBSERVED[observed], **options)
             top = self._store.stores[layer].ladder[-1]
             if mode == "some":
@@ -142,12 +142,12 @@ class StepCalls:
                 self._appends[key] = append_call(EXACT if mode == "all" else top, rows=ROWS["all"])
         return self._appends[key]
 
-    def _lse_of(self, steps: int) -> Lse:
-        if steps not in self._lse:
-            shape = self._store.batch, self._num_heads_q, steps
+    def _lse_of(self, num_new: int) -> Lse:
+        if num_new not in self._lse:
+            shape = self._store.batch, self._num_heads_q, num_new
             lse = self._executor.empty(shape, "float32", self._store.like)
-            self._lse[steps] = Lse(lse, self._executor.view(lse, "lse").pointer)
-        return self._lse[steps]
+            self._lse[num_new] = Lse(lse, self._executor.view(lse, "lse").pointer)
+        return self._lse[num_new]
 
     def attend(
         self, layer: int, q: Any, view: CudaView, scale: float, softcap: float, kept: int, after: int = 0
@@ -157,15 +157,15 @@ class StepCalls:
         The first query stands `after` tokens behind the stored ones. The next call for as many queries gives
         the same arrays again, until `forget`.
         """
-        steps, most, executor = view.shape[1], self.most_query_tokens, self._executor
-        if steps > most > 0:
+        num_new, most, executor = view.shape[1], self.max_query_tokens, self._executor
+        if num_new > most > 0:
             out, lse = (
                 executor.empty(view.shape, view.dtype, q),
-                executor.empty((view.shape[0], view.shape[2], steps), "float32", q),
+                executor.empty((view.shape[0], view.shape[2], num_new), "float32", q),
             )
-            for end in range((steps - 1) % most + 1, steps + 1, most):  # the last part is a whole one
+            for end in range((num_new - 1) % most + 1, num_new + 1, most):  # the last part is a whole one
                 part = slice(max(end - most, 0), end)
-                of_part, last = q[:, part], kept if end == steps else 0
+                of_part, last = q[:, part], kept if end == num_new else 0
                 own = executor.view(of_part, "q"), scale, softcap, last, after + part.start
                 found = self.attend(layer, of_part, *own)
                 out[:, part], lse[:, :, part], scores = found
@@ -189,17 +189,17 @@ class StepCalls:
         return out, lse, scores
 
     def _for_attend(self, q: Any, view: CudaView, kept: int) -> tuple[Any, Any, Any, Any]:
-        (batch, steps, heads, _), empty = view.shape, self._executor.empty
-        out, lse = empty(view.shape, view.dtype, q), empty((batch, heads, steps), "float32", q)
+        (batch, num_new, heads, _), empty = view.shape, self._executor.empty
+        out, lse = empty(view.shape, view.dtype, q), empty((batch, heads, num_new), "float32", q)
         scores = self._new_scores(kept) if kept else None
-        workspace = self._new_workspace(steps, self._semaphores)
+        workspace = self._new_workspace(num_new, self._semaphores)
         self._semaphores = workspace.semaphores
         return out, lse, scores, workspace
 
     @property
-    def most_query_tokens(self) -> int:
+    def max_query_tokens(self) -> int:
         """How many a launch takes, and `attend` with scores kept of the last of them."""
-        return int(self._kernels.most_query_tokens(self._group))
+        return int(self._kernels.max_query_tokens(self._group))
 
     def forget(self) -> None:
         """Give back what `attend` has used."""
@@ -208,8 +208,8 @@ class StepCalls:
     def _new_scores(self, kept: int) -> Any:
         return self._executor.score_memory(self._collector.shape(kept), self._store.like)
 
-    def _new_workspace(self, steps: int, semaphores: Any = None) -> Any:
-        return self._kernels.attention_workspace(steps * self._group, semaphores)
+    def _new_workspace(self, num_new: int, semaphores: Any = None) -> Any:
+        return self._kernels.attention_workspace(num_new * self._group, semaphores)
 
 
 def keep_launches(
@@ -219,9 +219,9 @@ def keep_launches(
     last = cache.repeated[layer]
     if last is not None and last.layout == layout:
         return
-    steps, views = arrays[0].shape[1], [cache.executor.view(x, "x") for x in arrays]
-    calls = cache.calls.step(layer, arrays[0], steps, scale, softcap, cache.observed_as(layer), False)
-    cache.repeated[layer] = KnownStep(layout, steps, views[0].shape, [view[1:] for view in views], calls)
+    num_new, views = arrays[0].shape[1], [cache.executor.view(x, "x") for x in arrays]
+    calls = cache.calls.step(layer, arrays[0], num_new, scale, softcap, cache.observed_as(layer), False)
+    cache.repeated[layer] = KnownStep(layout, num_new, views[0].shape, [view[1:] for view in views], calls)
 
 
 def launch_again(cache: Any, layer: int, layout: Hashable, q: Any, k: Any, v: Any) -> Any:
@@ -232,8 +232,8 @@ def launch_again(cache: Any, layer: int, layout: Hashable, q: Any, k: Any, v: An
     last = cache.repeated[layer]
     if last is None or last.layout != layout or cache.has_pending:
         return None
-    steps = last.steps
-    if cache.lookahead[layer] < steps or cache.collects(layer, steps) or not cache.lengths[layer]:
+    num_new = last.num_new
+    if cache.lookahead[layer] < num_new or cache.collects(layer, num_new) or not cache.lengths[layer]:
         return None
     (attend, append, lse), (of_q, of_k, of_v) = last.calls, last.views
     query = CudaView(q.data_ptr(), *of_q)
@@ -244,7 +244,7 @@ def launch_again(cache: Any, layer: int, layout: Hashable, q: Any, k: Any, v: An
     address = out.data_ptr()
     attend(query, address, lse.pointer, stream)
     append(query, key, value, 0, address, lse.pointer, True, stream)
-    cache.lengths[layer] += steps
-    cache.since[layer] += steps
-    cache.lookahead[layer] -= steps
+    cache.lengths[layer] += num_new
+    cache.since[layer] += num_new
+    cache.lookahead[layer] -= num_new
     return out

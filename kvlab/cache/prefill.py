@@ -54,7 +54,7 @@ def step(
     new = _NewTokens(cache, layer, [k, v], views, valid)
     codes = new.codes()  # all memory is taken before anything changes
     out, lse = attend_new(executor, q, k, v, valid, window=window, **rules)
-    collects = cache.collects(layer, new.steps)
+    collects = cache.collects(layer, new.num_new)
     received = None
     if new.length:
         received = _attend_stored(cache, layer, q, query, (out, lse), valid, collects, new.stream, **rules)
@@ -64,9 +64,9 @@ def step(
     else:
         cache.kernels.score_norms(k, codes, cache.settings.importance, new.stream)
     if received is not None:  # behind what a user's function says of new tokens: if it fails, nothing changed
-        _score_stored(cache, layer, *received, new.steps, new.stream)
+        _score_stored(cache, layer, *received, new.num_new, new.stream)
     new.enqueue(codes, query)
-    cache.count(layer, new.steps, collects)
+    cache.count(layer, new.num_new, collects)
     if layer == len(cache.layers) - 1:
         cache.calls.forget()
     return out
@@ -80,7 +80,7 @@ def append(cache: DeviceCache, layer: int, arrays: list[Any], views: list[CudaVi
     if cache.observes[layer] == "mass":
         _ask_function(cache, layer, codes, valid)
     new.enqueue(codes)
-    cache.count(layer, new.steps, False)
+    cache.count(layer, new.num_new, False)
 
 
 class _NewTokens:
@@ -90,16 +90,16 @@ class _NewTokens:
         self, cache: DeviceCache, layer: int, arrays: list[Any], views: list[CudaView], valid: Any
     ) -> None:
         self._cache, self._layer = cache, layer
-        self.steps, self.length = views[0].shape[1], cache.lengths[layer]
-        self._row_budgets = row_budgets = cache.row_budgets(layer, self.steps)
+        self.num_new, self.length = views[0].shape[1], cache.lengths[layer]
+        self._row_budgets = row_budgets = cache.row_budgets(layer, self.num_new)
         self.stream: int = cache.executor.stream(arrays[0])
         cache.collector.flush(self.stream)
         if cache.reallocator.is_pending(layer):
             cache.reallocator.synchronize()
         self._merge(arrays[0], valid)
-        total = self.steps if self._merged is None else self._merged.before + self.steps
+        total = self.num_new if self._merged is None else self._merged.before + self.num_new
         opened = self.length > 0 or cache.lookahead[layer] > 0  # pages, or open ones
-        again = opened or cache.reallocator.is_tight(layer, self.length + self.steps, row_budgets)
+        again = opened or cache.reallocator.is_tight(layer, self.length + self.num_new, row_budgets)
         self._workspace = cache.reallocator.write_workspace(total, again)
         self._arrays, self._views, self._valid = arrays, views, valid
         # Tokens that find no room in a first plan are read again behind the last layer's step, when the
@@ -123,22 +123,22 @@ class _NewTokens:
             waiting.advance(layer, self.length)
             batch = len(k)
             self._counts = (
-                np.full(batch, self.steps, np.int64) if valid is None else executor.to_host(valid).sum(1)
+                np.full(batch, self.num_new, np.int64) if valid is None else executor.to_host(valid).sum(1)
             )
             held = waiting.hold_tokens(layer)
             if held or not waiting.must_freeze(layer, self._counts).all():
                 self._merged = merged_tokens(tuple(k.shape), executor, k, dtype_name(k), waiting=held)
 
     def codes(self) -> Any:
-        """Memory for the importance of the tokens, (batch * num_heads_kv, steps)."""
-        return self._cache.executor.empty((self._cache.num_bh, self.steps), "uint8", self._arrays[0])
+        """Memory for the importance of the tokens, (batch * num_heads_kv, num_new)."""
+        return self._cache.executor.empty((self._cache.num_bh, self.num_new), "uint8", self._arrays[0])
 
     def enqueue(self, codes: Any, queries: CudaView | None = None) -> None:
         """Plan and write the tokens."""
         cache, layer, pointer = self._cache, self._layer, self._cache.executor.pointer
-        (k, v), valid, end = self._views, self._valid, self.length + self.steps
+        (k, v), valid, end = self._views, self._valid, self.length + self.num_new
         mask = 0 if valid is None else pointer(valid)
-        tokens = new_tokens(k, v, mask, pointer(codes), self.steps, self.length)
+        tokens = new_tokens(k, v, mask, pointer(codes), self.num_new, self.length)
         cache.reallocator.set_row_budgets(self._row_budgets)
         arrays = (*self._arrays, codes) if valid is None else (*self._arrays, codes, valid)
         merged = self._merged
@@ -154,7 +154,7 @@ class _NewTokens:
         # No room for tokens to come: if more parts follow, open pages would have taken bytes from these.
         write = PendingWrite(layer, tokens, self._workspace, self.stream, arrays)
         cache.reallocator.enqueue(write, last=layer == len(cache.layers) - 1)
-        cache.lookahead[layer] = self.steps  # less these steps, which are counted next
+        cache.lookahead[layer] = self.num_new  # less these steps, which are counted next
         cache.count_dropped(layer, end)
 
 
@@ -166,21 +166,21 @@ def _in_units(executor: Any, x: Any, view: CudaView) -> tuple[Any, CudaView]:
     return x, executor.view(x, "x")
 
 
-def _window(cache: DeviceCache, layer: int, valid: Any, steps: int) -> int:
-    """How many tokens a new one sees among `steps` new ones; -1: all before it.
+def _window(cache: DeviceCache, layer: int, valid: Any, num_new: int) -> int:
+    """How many tokens a new one sees among `num_new` new ones; -1: all before it.
 
     Rows are attended without their padding, so what lies between two tokens must be no padding.
     """
     window = cache.layers[layer].sliding_window
-    if not window or steps <= window:
+    if not window or num_new <= window:
         return -1
     if valid is not None:
         for row, use in enumerate(cache.executor.to_host(valid).astype(bool)):
             seen = np.flatnonzero(use)
             if len(seen) and seen[-1] - seen[0] >= len(seen):
                 raise NotImplementedError(
-                    f"valid: row {row} has padding between its tokens, in {steps} steps of layer {layer}, "
-                    f"whose sliding window is {window}: pass at most {window} steps at a time, or padding at "
+                    f"valid: row {row} has padding between its tokens, in {num_new} tokens of layer {layer}, "
+                    f"whose sliding window is {window}: pass at most {window} at a time, or padding at "
                     "the ends alone"
                 )
     return window - 1
@@ -218,9 +218,9 @@ def _attend_stored(
 
     The lse of padding is infinite behind it: it counts nothing for the importance of any token.
     """
-    (out, lse), steps, executor = results, q.shape[1], cache.executor
-    rows, whole = _observed_rows(cache, steps) if collects else (slice(0), False)
-    kept = len(range(steps)[rows]) if whole else 0
+    (out, lse), num_new, executor = results, q.shape[1], cache.executor
+    rows, whole = _observed_rows(cache, num_new) if collects else (slice(0), False)
+    kept = len(range(num_new)[rows]) if whole else 0
     stored, stored_lse, scores = cache.calls.attend(layer, q, view, scale, softcap, kept)
     addresses = [executor.pointer(x) for x in (out, lse, stored, stored_lse)]
     cache.kernels.merge_rows(addresses, tuple(q.shape[:3]), stream)
@@ -229,7 +229,7 @@ def _attend_stored(
     if not collects:
         return None
     total = lse
-    if kept != steps:
+    if kept != num_new:
         some = q[:, rows]  # in a sliding window's layer as if neighbours: that hides no token that stays
         if not whole:
             own = executor.view(some, "q")
@@ -239,20 +239,20 @@ def _attend_stored(
     return scores[None], total[None]
 
 
-def _observed_rows(cache: DeviceCache, steps: int) -> tuple[slice, bool]:
+def _observed_rows(cache: DeviceCache, num_new: int) -> tuple[slice, bool]:
     """Query rows of a prefill that are observed, and whether these are its last ones without a gap."""
-    last = min(steps, MOST_TOKENS)
+    last = min(num_new, MOST_TOKENS)
     nbytes = math.prod(cache.collector.shape(last)) // last
-    most = min(max(MIN_ROWS, MAX_SCORE_NBYTES // max(nbytes, 1)), cache.calls.most_query_tokens)
+    most = min(max(MIN_ROWS, MAX_SCORE_NBYTES // max(nbytes, 1)), cache.calls.max_query_tokens)
     apart = -(-last // max(min(last, most), 1))
-    return slice(steps - 1 - (last - 1) // apart * apart, steps, apart), apart == 1
+    return slice(num_new - 1 - (last - 1) // apart * apart, num_new, apart), apart == 1
 
 
-def _score_stored(cache: DeviceCache, layer: int, scores: Any, lse: Any, steps: int, stream: int) -> None:
+def _score_stored(cache: DeviceCache, layer: int, scores: Any, lse: Any, num_new: int, stream: int) -> None:
     """Bring the importance of stored tokens up to date with what they received."""
     update = cache.settings.function
     if update is None:
-        cache.collector.score(layer, scores, lse, cache.since[layer] + steps, 0, stream)
+        cache.collector.score(layer, scores, lse, cache.since[layer] + num_new, 0, stream)
     else:
         _call_on_stored(update, cache, layer, scores, lse, stream)
 
@@ -263,20 +263,20 @@ def _score_stored(cache: DeviceCache, layer: int, scores: Any, lse: Any, steps: 
 def _ask_function(cache: DeviceCache, layer: int, codes: Any, valid: Any) -> None:
     """Let a user's function, if importance is one, score the new tokens of a step.
 
-    codes uint8 (batch * num_heads_kv, steps): what they received; becomes their importance.
-    valid (batch, steps) bool or None: False is padding.
+    codes uint8 (batch * num_heads_kv, num_new): what they received; becomes their importance.
+    valid (batch, num_new) bool or None: False is padding.
     """
     if (update := cache.settings.function) is None:
         return
-    store, length, steps = cache.store, cache.lengths[layer], codes.shape[1]
+    store, length, num_new = cache.store, cache.lengths[layer], codes.shape[1]
     to_host = cache.executor.to_host
-    use = np.ones((store.batch, steps), bool) if valid is None else to_host(valid)
-    host = to_host(codes).reshape(store.batch, store.heads, steps).copy()
+    use = np.ones((store.batch, num_new), bool) if valid is None else to_host(valid)
+    host = to_host(codes).reshape(store.batch, store.heads, num_new).copy()
     for row in range(store.batch):
         observed = decode_importance(host[row][:, use[row]])
         position = np.broadcast_to(length + np.flatnonzero(use[row]), observed.shape)
-        host[row][:, use[row]] = encode_importance(ask(update, None, observed, position, length + steps))
-    cache.executor.overwrite(codes, host.reshape(-1, steps))
+        host[row][:, use[row]] = encode_importance(ask(update, None, observed, position, length + num_new))
+    cache.executor.overwrite(codes, host.reshape(-1, num_new))
 
 
 def _call_on_stored(

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvlab.device import translated_out_of_memory
 from kvlab.ops.cuda.plan import Workspace, workspace_nbytes
-from kvlab.ops.layer_state import MAX_STEPS, NEW_TOKENS
+from kvlab.ops.layer_state import MAX_NEW, NEW_TOKENS
 from kvlab.ops.plan import (
     OVER_BUDGET,
     RETRY,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LOOKAHEAD", "Reallocator"]
 
-LOOKAHEAD = MAX_STEPS
+LOOKAHEAD = MAX_NEW
 """Tokens that a plan makes room for: with the 15 that a page may hold, they fit two pages."""
 MAX_PENDING_NBYTES = 64 << 20
 """Bytes of new tokens that may wait for the word that they were taken in, or that a rare plan works in."""
@@ -252,18 +252,18 @@ class Reallocator:
         if tight:
             self._plan_again(layer, workspace, stream, None, lookahead)
 
-    def write_workspace(self, steps: int, moves_stored: bool) -> Workspace:
+    def write_workspace(self, num_new: int, moves_stored: bool) -> Workspace:
         """Memory for `enqueue` of so many steps, the same until `synchronize`; taken before anything changes.
 
         `moves_stored`: plans may change pages of stored tokens, too.
         """
-        if self._write_workspace is None or self._write_workspace[0] != (steps, moves_stored):
-            num_bh, shape = self.store.batch * self.store.heads, self._shape(steps)
+        if self._write_workspace is None or self._write_workspace[0] != (num_new, moves_stored):
+            num_bh, shape = self.store.batch * self.store.heads, self._shape(num_new)
             pages = num_bh * self.store.entries if moves_stored else 0
-            new_pages = num_bh * (steps // TOKENS_PER_PAGE + 2 + shape.segments) + pages
-            with translated_out_of_memory(f"the plan of {steps} new tokens"):
+            new_pages = num_bh * (num_new // TOKENS_PER_PAGE + 2 + shape.segments) + pages
+            with translated_out_of_memory(f"the plan of {num_new} new tokens"):
                 workspace = self.kernels.make_workspace(shape, 1, new_pages, max(pages, 1))
-            self._write_workspace = (steps, moves_stored), workspace
+            self._write_workspace = (num_new, moves_stored), workspace
         return self._write_workspace[1]
 
     def enqueue(self, write: PendingWrite, *, last: bool) -> None:
@@ -337,7 +337,7 @@ class Reallocator:
         store, call = self.store.stores[first], dict[str, Any]()
         if new is not None:
             call = {"codes": int(new["importance"]), "valid": int(new["valid"])}
-            call |= {"num_new": int(new["steps"]), "first_position": int(new["first"])}
+            call |= {"num_new": int(new["num_new"]), "first_position": int(new["first"])}
             call |= {"positions": int(new["positions"])}
         self.kernels.launch_plan(
             first, n, workspace, ladder, stream,

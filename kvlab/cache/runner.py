@@ -23,7 +23,7 @@ from kvlab.cache.step import DeviceCache
 from kvlab.device import translated_out_of_memory
 from kvlab.errors import FormatError
 from kvlab.ops.device_arrays import dense_strides
-from kvlab.ops.layer_state import MAX_STEPS
+from kvlab.ops.layer_state import MAX_NEW
 from kvlab.pages import LayerPages, named_pages
 from kvlab.shapes import match_shapes
 
@@ -114,18 +114,18 @@ class Runner:
 
     def _step(self, layer: int, q: Any, k: Any, v: Any, scale: float, softcap: float, valid: Any) -> Any:
         device, views, mask = self._ready(layer, {"q": q, "k": k, "v": v}, valid)
-        steps = views[0].shape[1]
-        if steps == 0:
+        num_new = views[0].shape[1]
+        if num_new == 0:
             return self._executor.empty(views[0].shape, views[0].dtype, q)
-        if device.is_decode(steps) and device.make_room(layer, steps):
+        if device.is_decode(num_new) and device.make_room(layer, num_new):
             try:
                 return device.step(layer, q, views, mask, scale, softcap)
             except (
                 Exception
             ):  # a block around the call would take longer than these lines, which cost nothing
-                with translated_out_of_memory(f"a step of {steps} tokens"):
+                with translated_out_of_memory(f"a step of {num_new} tokens"):
                     raise
-        with translated_out_of_memory(f"a step of {steps} tokens"):
+        with translated_out_of_memory(f"a step of {num_new} tokens"):
             from kvlab.cache import prefill
 
             return prefill.step(device, layer, [q, k, v], views, valid, scale, softcap)
@@ -166,17 +166,17 @@ class Runner:
 
         def attend(q: Any, out: Any) -> None:
             device, (query, target), _ = self._ready(layer, {"q": q, "out": out}, None)
-            steps = query.shape[1]
-            if not device.is_decode(steps):
+            num_new = query.shape[1]
+            if not device.is_decode(num_new):
                 raise NotImplementedError(
-                    f"q has {steps} tokens a row: attend and append serve steps of 1 to {MAX_STEPS} tokens "
+                    f"q has {num_new} tokens a row: attend and append serve steps of 1 to {MAX_NEW} tokens "
                     "and importance by name; call step()"
                 )
             self._check_out(target)
-            if device.lookahead[layer] < steps:
-                self._reserve(device.lengths[layer] + steps)
-                if not device.make_room(layer, steps):
-                    raise self._holds_no_open_page(layer, steps)
+            if device.lookahead[layer] < num_new:
+                self._reserve(device.lengths[layer] + num_new)
+                if not device.make_room(layer, num_new):
+                    raise self._holds_no_open_page(layer, num_new)
             device.attend_stored(layer, q, query, target.pointer, scale, softcap)
 
         def append(q: Any, k: Any, v: Any, out: Any) -> None:
@@ -197,11 +197,11 @@ class Runner:
         valid = None if valid is None else self._executor.taken_mask(valid)
         k, v = self._taken(k, v, valid)
         device, views, mask = self._ready(layer, {"k": k, "v": v}, valid)
-        steps = views[0].shape[1]
-        if device.is_decode(steps) and device.make_room(layer, steps):
+        num_new = views[0].shape[1]
+        if device.is_decode(num_new) and device.make_room(layer, num_new):
             device.append(layer, k, views, mask)
-        elif steps:
-            with translated_out_of_memory(f"{steps} new tokens"):
+        elif num_new:
+            with translated_out_of_memory(f"{num_new} new tokens"):
                 from kvlab.cache import prefill
 
                 prefill.append(device, layer, [k, v], views, valid)
@@ -229,41 +229,41 @@ class Runner:
         if layout not in self._accepted or not self._met:
             device = self._check(arrays, views)
             self._accepted.add(layout)
-        steps = views[0].shape[1]
+        num_new = views[0].shape[1]
         for name, view in zip(arrays, views, strict=True):
-            if view.pointer % self._executor.alignment and steps:
+            if view.pointer % self._executor.alignment and num_new:
                 raise ValueError(f"{name} must begin at a multiple of 4 bytes: pass a copy of it")
-        mask = 0 if valid is None else self._mask(valid, steps)
-        if "k" in arrays and device.lookahead[layer] < steps:
-            self._reserve(device.lengths[layer] + steps)
+        mask = 0 if valid is None else self._mask(valid, num_new)
+        if "k" in arrays and device.lookahead[layer] < num_new:
+            self._reserve(device.lengths[layer] + num_new)
         return device, views, mask
 
     def _check(self, arrays: dict[str, Any], views: list[CudaView]) -> DeviceCache:
         """Refuse arrays that no step can take; return the device's side, made at the first call."""
         cache = self._options
-        steps = views[0].shape[1] if len(views[0].shape) == 4 else 0
-        kv = (cache.batch, steps, cache.num_heads_kv, cache.head_dim)
-        queries = (cache.batch, steps, cache.num_heads_q, cache.head_dim)
+        num_new = views[0].shape[1] if len(views[0].shape) == 4 else 0
+        kv = (cache.batch, num_new, cache.num_heads_kv, cache.head_dim)
+        queries = (cache.batch, num_new, cache.num_heads_q, cache.head_dim)
         for name, view in zip(arrays, views, strict=True):
             if view.shape != (queries if name in ("q", "out") else kv):
                 heads = cache.num_heads_q if name in ("q", "out") else cache.num_heads_kv
                 match_shapes({name: (view.shape, (cache.batch, "S", heads, cache.head_dim))})
-                raise ValueError(f"{name} has {view.shape[1]} steps, but {next(iter(arrays))} has {steps}")
+                raise ValueError(f"{name} has {view.shape[1]} tokens, but {next(iter(arrays))} has {num_new}")
             self._executor.check_layout(view, name, cache.dtype)
         if not self._met:
-            self._meet(views[0], next(iter(arrays.values())), steps)
+            self._meet(views[0], next(iter(arrays.values())), num_new)
         device = self._device
         for name, view in zip(arrays, views, strict=True):
             if view.device != device.device:
                 raise ValueError(f"{name} is on cuda:{view.device}, the cache is on cuda:{device.device}")
         return device
 
-    def _mask(self, valid: Any, steps: int) -> int:
+    def _mask(self, valid: Any, num_new: int) -> int:
         """Check which tokens are no padding and return the address."""
         batch = self._options.batch
-        match_shapes({"valid": (valid.shape, (batch, steps))})
+        match_shapes({"valid": (valid.shape, (batch, num_new))})
         view: CudaView = self._executor.view(valid, "valid")
-        if view.dtype != "bool" or (view.strides != (steps, 1) and steps and batch):
+        if view.dtype != "bool" or (view.strides != (num_new, 1) and num_new and batch):
             raise TypeError(f"valid must be a contiguous array of bool, got {view.dtype} {view.strides}")
         return view.pointer
 
@@ -278,12 +278,12 @@ class Runner:
             capacity = self._capacity(length)
             device.grow(capacity)
 
-    def _meet(self, view: CudaView, like: Any, steps: int) -> None:
+    def _meet(self, view: CudaView, like: Any, num_new: int) -> None:
         """Take memory on the GPU of an array, and move there what the cache holds."""
         self._executor.check_device(self._options.device, view.device)
         # Of the caller's framework, and without the caller's memory.
         nothing, held = self._executor.empty((0,), "uint8", like), self._device
-        device = self._make(self._executor, nothing, max(held.lengths) + steps)
+        device = self._make(self._executor, nothing, max(held.lengths) + num_new)
         if any(held.lengths):
             with translated_out_of_memory("moving a cache to its GPU"):
                 fill(device, *contents_of(held))
@@ -306,7 +306,7 @@ class Runner:
 
     # ---- CUDA graphs ---------------------------------------------------------------------------------------
 
-    def prepare(self, steps: int) -> tuple[Hashable, ...]:
+    def prepare(self, num_new: int) -> tuple[Hashable, ...]:
         """`MixedPrecisionCache.prepare`."""
         self._refuse_cpu("prepare")
         device = self._device
@@ -316,26 +316,26 @@ class Runner:
             raise NotImplementedError(
                 "importance as a function runs on the host at every step, which a graph cannot: name a policy"
             )
-        if not device.is_decode(steps):
+        if not device.is_decode(num_new):
             raise NotImplementedError(
-                f"steps of {steps} tokens with {device.group} query heads a KV head are planned by the host; "
-                f"graphs take {MAX_STEPS} tokens and {self._executor.max_group} heads at most"
+                f"steps of {num_new} tokens, {device.group} query heads a KV head, are planned by the host; "
+                f"graphs take {MAX_NEW} tokens and {self._executor.max_group} heads at most"
             )
         if len(set(device.lengths)) > 1:
             raise ValueError(f"layers hold different numbers of tokens, {sorted(set(device.lengths))}")
-        if min(device.lookahead) < steps:
-            self._reserve(device.lengths[0] + steps)
-            row_budgets = device.row_budgets(0, steps)
+        if min(device.lookahead) < num_new:
+            self._reserve(device.lengths[0] + num_new)
+            row_budgets = device.row_budgets(0, num_new)
             for layer in range(len(device.lengths)):
-                if not device.opens_pages(layer, steps, row_budgets):
-                    raise self._holds_no_open_page(layer, steps)
-            device.reallocate(steps, row_budgets)
+                if not device.opens_pages(layer, num_new, row_budgets):
+                    raise self._holds_no_open_page(layer, num_new)
+            device.reallocate(num_new, row_budgets)
         layers = range(len(device.lengths))
-        collects = tuple([device.collects(layer, steps) for layer in layers])
+        collects = tuple([device.collects(layer, num_new) for layer in layers])
         return device.generation, device.lengths[0] > 0, collects, tuple(map(device.waiting.mode, layers))
 
-    def _holds_no_open_page(self, layer: int, steps: int) -> NotImplementedError:
-        row_budgets = self._device.row_budgets(layer, steps) or [0] * len(self._layers)
+    def _holds_no_open_page(self, layer: int, num_new: int) -> NotImplementedError:
+        row_budgets = self._device.row_budgets(layer, num_new) or [0] * len(self._layers)
         return NotImplementedError(
             f"{row_budgets[layer]} bytes a row of layer {layer} hold no open page, so the host plans each "
             "step, which a graph cannot: raise the budget or call step() without one"
@@ -358,14 +358,14 @@ class Runner:
             for counter, values in zip(device.counters, before, strict=True):
                 counter[:] = values
 
-    def replayed(self, steps: int) -> None:
+    def replayed(self, num_new: int) -> None:
         """`MixedPrecisionCache.replayed`."""
         self._refuse_cpu("replayed")
         device = self._device
-        if not self._met or min(device.lookahead) < steps:
+        if not self._met or min(device.lookahead) < num_new:
             raise RuntimeError("prepare() was not called before a graph was replayed")
         for layer in range(len(device.lengths)):
-            device.count(layer, steps, device.collects(layer, steps))
+            device.count(layer, num_new, device.collects(layer, num_new))
 
     def _refuse_cpu(self, method: str) -> None:
         if not self._options.on_gpu:

@@ -38,7 +38,7 @@ class Collector:
         self._kernels, self._store, self._num_heads_q = kernels, kernels.store, num_heads_q
         self._importance, self._decay = importance, decay
         self._kept: dict[int, tuple[Any, Any]] = {}  # by steps: scores and lse of a group of layers
-        self._steps, self._tokens, self._pending = 0, 0, range(0)
+        self._num_new, self._tokens, self._pending = 0, 0, range(0)
 
     @property
     def nbytes(self) -> int:
@@ -48,43 +48,43 @@ class Collector:
     @property
     def state(self) -> tuple[int, int, range]:
         """What a step that is recorded but not run leaves as it was."""
-        return self._steps, self._tokens, self._pending
+        return self._num_new, self._tokens, self._pending
 
     @state.setter
     def state(self, before: tuple[int, int, range]) -> None:
-        self._steps, self._tokens, self._pending = before
+        self._num_new, self._tokens, self._pending = before
 
     @property
     def pending(self) -> bool:
         """Whether scores are kept that importance does not know of yet."""
         return len(self._pending) > 0
 
-    def place(self, layer: int, steps: int) -> tuple[Any, Any]:
-        """Where a layer keeps scores, (batch, heads, quads, nbytes), and lse, (batch, heads_q, steps)."""
-        if steps not in self._kept:
-            group, store = self._group(steps), self._store
+    def place(self, layer: int, num_new: int) -> tuple[Any, Any]:
+        """Where a layer keeps scores, (batch, heads, quads, nbytes), and lse, (batch, heads_q, num_new)."""
+        if num_new not in self._kept:
+            group, store = self._group(num_new), self._store
             empty = store.executor.empty
-            lse = empty((group, store.batch, self._num_heads_q, steps), "float32", store.like)
-            scores = store.executor.score_memory((group, *self.shape(steps)), store.like)
-            self._kept[steps] = scores, lse
-        scores, lse = self._kept[steps]
+            lse = empty((group, store.batch, self._num_heads_q, num_new), "float32", store.like)
+            scores = store.executor.score_memory((group, *self.shape(num_new)), store.like)
+            self._kept[num_new] = scores, lse
+        scores, lse = self._kept[num_new]
         return scores[layer % len(scores)], lse[layer % len(lse)]
 
-    def before(self, layer: int, steps: int, tokens: int, stream: int) -> None:
+    def before(self, layer: int, num_new: int, tokens: int, stream: int) -> None:
         """Make way for a step of a layer: unless it goes on where the last one ended, flush.
 
         `tokens`: how many have come since the last collection of the layer, with this step.
         """
-        goes_on = layer == self._pending.stop and (steps, tokens) == (self._steps, self._tokens)
+        goes_on = layer == self._pending.stop and (num_new, tokens) == (self._num_new, self._tokens)
         if self._pending and not goes_on:
             self.flush(stream)
-        self._steps, self._tokens = steps, tokens
+        self._num_new, self._tokens = num_new, tokens
 
-    def after(self, layer: int, steps: int, collected: bool, stream: int) -> None:
+    def after(self, layer: int, num_new: int, collected: bool, stream: int) -> None:
         """Count in a step of a layer; the last layer of a group flushes."""
         if collected:
             self._pending = range(self._pending.start if self._pending else layer, layer + 1)
-        group_ends = (layer + 1) % self._group(steps) == 0 if self._pending else False
+        group_ends = (layer + 1) % self._group(num_new) == 0 if self._pending else False
         if group_ends or layer + 1 == len(self._store.stores):
             self.flush(stream)
 
@@ -92,9 +92,9 @@ class Collector:
         """Bring importance up to date with all that is kept."""
         if not self._pending:
             return
-        scores, lse = self._kept[self._steps]
+        scores, lse = self._kept[self._num_new]
         slots = slice(self._pending.start % len(scores), (self._pending.stop - 1) % len(scores) + 1)
-        self.score(self._pending.start, scores[slots], lse[slots], self._tokens, self._steps, stream)
+        self.score(self._pending.start, scores[slots], lse[slots], self._tokens, self._num_new, stream)
         self._pending = range(0)
 
     def score(self, first: int, scores: Any, lse: Any, tokens: int, counted: int, stream: int) -> None:
@@ -112,12 +112,12 @@ class Collector:
         """Drop what is kept."""
         self._pending = range(0)
 
-    def shape(self, steps: int) -> tuple[int, ...]:
+    def shape(self, num_new: int) -> tuple[int, ...]:
         """Of the scores that a layer keeps of so many query tokens."""
         store = self._store
-        nbytes = self._kernels.kept_quad_bytes(steps * (self._num_heads_q // store.heads))
+        nbytes = self._kernels.saved_quad_bytes(num_new * (self._num_heads_q // store.heads))
         return store.batch, store.heads, store.entries // QUAD, nbytes
 
-    def _group(self, steps: int) -> int:
-        nbytes = max(math.prod(self.shape(steps)), 1)  # 0 in an empty batch
+    def _group(self, num_new: int) -> int:
+        nbytes = max(math.prod(self.shape(num_new)), 1)  # 0 in an empty batch
         return max(1, min(_MOST_LAYERS, len(self._store.stores), _MOST_BYTES // nbytes))

@@ -27,7 +27,7 @@ from kvlab.cache.waiting import Merged, Waiting, merged_tokens, waits_within
 from kvlab.device import translated_out_of_memory
 from kvlab.ops.cuda.plan import Workspace
 from kvlab.ops.frame import LAST
-from kvlab.ops.layer_state import MAX_STEPS, WAITING_PAGES, new_tokens
+from kvlab.ops.layer_state import MAX_NEW, WAITING_PAGES, new_tokens
 from kvlab.ops.plan import first_seen, reach_of, spare_nbytes
 from kvlab.pages import TOKENS_PER_PAGE
 
@@ -81,7 +81,7 @@ class DeviceCache:
         self.num_bh, self.group = batch * store.num_heads_kv, settings.num_heads_q // store.num_heads_kv
         self.lengths, self.since, self.lookahead, self.dropped = ([0] * len(layers) for _ in range(4))
         windows = [layer.sliding_window for layer in layers if layer.sliding_window]
-        self.most_steps = min([MAX_STEPS, *windows])  # tokens of a step that all see each other
+        self.max_new = min([MAX_NEW, *windows])  # tokens of a step that all see each other
         self.observes = [layer.observes for layer in layers]
         self.generation = 0
         self.make(capacity, row_budgets_of)
@@ -200,10 +200,10 @@ class DeviceCache:
         self, layer: int, q: Any, view: CudaView, out: int, scale: float, softcap: float
     ) -> None:
         """The first half of a step: attention over stored tokens, written to the address `out`."""
-        steps, stream = view.shape[1], self.executor.stream(q)
+        num_new, stream = view.shape[1], self.executor.stream(q)
         self.reallocator.synchronize()
-        attend, _, lse = self._calls(layer, q, steps, scale, softcap)
-        self.collector.before(layer, steps, self.since[layer] + steps, stream)
+        attend, _, lse = self._calls(layer, q, num_new, scale, softcap)
+        self.collector.before(layer, num_new, self.since[layer] + num_new, stream)
         if self.lengths[layer]:
             attend(view, out, lse.pointer, stream)
 
@@ -211,44 +211,44 @@ class DeviceCache:
         self, layer: int, q: Any, views: list[CudaView], valid: int, out: int, scale: float, softcap: float
     ) -> None:
         """The second half: new tokens are added to the result, and stored."""
-        steps, stream = views[0].shape[1], self.executor.stream(q)
-        collects = self.collects(layer, steps)
-        _, append, lse = self._calls(layer, q, steps, scale, softcap)
+        num_new, stream = views[0].shape[1], self.executor.stream(q)
+        collects = self.collects(layer, num_new)
+        _, append, lse = self._calls(layer, q, num_new, scale, softcap)
         if valid:
             self.waiting.mask(layer)
         append(*views, valid, out, lse.pointer, self.lengths[layer] > 0, stream)
-        self.collector.after(layer, steps, collects, stream)
-        self.count(layer, steps, collects)
+        self.collector.after(layer, num_new, collects, stream)
+        self.count(layer, num_new, collects)
 
-    def _calls(self, layer: int, q: Any, steps: int, scale: float, softcap: float) -> tuple[Any, Any, Lse]:
+    def _calls(self, layer: int, q: Any, num_new: int, scale: float, softcap: float) -> tuple[Any, Any, Lse]:
         observed = self.observed_as(layer)
-        return self.calls.step(layer, q, steps, scale, softcap, observed, self.collects(layer, steps))
+        return self.calls.step(layer, q, num_new, scale, softcap, observed, self.collects(layer, num_new))
 
     def observed_as(self, layer: int) -> str:
         """What the importance of a new token of a step is, one of `OBSERVED`."""
         return OBSERVED_AS[self.observes[layer]]
 
-    def opens_pages(self, layer: int, steps: int, row_budgets: RowBudgets) -> bool:
-        """Whether the bytes of a row hold open pages for `steps` tokens; else a plan takes them in now."""
+    def opens_pages(self, layer: int, num_new: int, row_budgets: RowBudgets) -> bool:
+        """Whether the bytes of a row hold open pages for `num_new` tokens; else a plan takes them in now."""
         return self.waiting.mode(layer) == "all" or self.reallocator.holds(
-            layer, self.lengths[layer], row_budgets, steps
+            layer, self.lengths[layer], row_budgets, num_new
         )
 
-    def is_decode(self, steps: int) -> bool:
+    def is_decode(self, num_new: int) -> bool:
         """Whether a step of so many tokens is launched by `step`, not by `prefill.step`."""
-        fits = 0 < steps <= self.most_steps and self.group <= self.executor.max_group
+        fits = 0 < num_new <= self.max_new and self.group <= self.executor.max_group
         return fits and self.settings.function is None
 
     def append(self, layer: int, k: Any, views: list[CudaView], valid: int) -> None:
         """Store few tokens, for which there is room; arguments as in `step`."""
-        steps, stream = views[0].shape[1], self.executor.stream(k)
+        num_new, stream = views[0].shape[1], self.executor.stream(k)
         observed = "one" if self.observes[layer] == "nothing" else "norm"
-        call = self.calls.append(layer, steps, 1.0, 0.0, observed)
+        call = self.calls.append(layer, num_new, 1.0, 0.0, observed)
         self.flush(stream)
         if valid:
             self.waiting.mask(layer)
         call(None, views[0], views[1], valid, 0, 0, False, stream)
-        self.count(layer, steps, False)
+        self.count(layer, num_new, False)
 
     def attend(self, layer: int, q: Any, scale: float, softcap: float) -> Any:
         """See `MixedPrecisionCache.attend`."""
@@ -262,45 +262,45 @@ class DeviceCache:
         """What the host counts by layer: tokens, query tokens since a collection, room."""
         return self.lengths, self.since, self.lookahead
 
-    def count(self, layer: int, steps: int, collected: bool) -> None:
+    def count(self, layer: int, num_new: int, collected: bool) -> None:
         """Count a step that was launched."""
-        self.lengths[layer] += steps
-        self.since[layer] = 0 if collected else self.since[layer] + steps
-        self.lookahead[layer] -= steps
+        self.lengths[layer] += num_new
+        self.since[layer] = 0 if collected else self.since[layer] + num_new
+        self.lookahead[layer] -= num_new
 
-    def collects(self, layer: int, steps: int) -> bool:
+    def collects(self, layer: int, num_new: int) -> bool:
         """Whether a step collects the attention mass of stored tokens."""
-        due = self.since[layer] + steps >= self.settings.realloc_every
+        due = self.since[layer] + num_new >= self.settings.realloc_every
         return due and self.lengths[layer] > 0 and self.observes[layer] == "mass"
 
     # ---- room ----------------------------------------------------------------------------------------------
 
-    def row_budgets(self, layer: int, steps: int) -> RowBudgets:
+    def row_budgets(self, layer: int, num_new: int) -> RowBudgets:
         """Bytes that a row may take in each layer, with so many new tokens of one."""
-        return self.row_budgets_of(self.lengths[layer] + steps)
+        return self.row_budgets_of(self.lengths[layer] + num_new)
 
-    def make_room(self, layer: int, steps: int) -> bool:
+    def make_room(self, layer: int, num_new: int) -> bool:
         """See to open pages for a step; false where bytes are too few, so that a plan takes its tokens in.
 
         Layers that stand alike are planned together. Where pages may have holes all layers are planned in any
         case: only together do they become tidy.
         """
-        if self.lookahead[layer] >= steps:
+        if self.lookahead[layer] >= num_new:
             return True
-        row_budgets = self.row_budgets(layer, steps)
-        opens = self.opens_pages(layer, steps, row_budgets)
+        row_budgets = self.row_budgets(layer, num_new)
+        opens = self.opens_pages(layer, num_new, row_budgets)
         if opens:
             alike = len(set(zip(self.lengths, self.lookahead, strict=True))) == 1
             whole = alike or not self.reallocator.tidy
-            self._plan(0 if whole else layer, len(self.layers) if whole else 1, steps, row_budgets)
+            self._plan(0 if whole else layer, len(self.layers) if whole else 1, num_new, row_budgets)
         return opens
 
-    def reallocate(self, steps: int, row_budgets: RowBudgets) -> None:
-        """Choose widths anew for all layers and make room for the next `steps` tokens or more."""
-        self._plan(0, len(self.layers), steps, row_budgets)
+    def reallocate(self, num_new: int, row_budgets: RowBudgets) -> None:
+        """Choose widths anew for all layers and make room for the next `num_new` tokens or more."""
+        self._plan(0, len(self.layers), num_new, row_budgets)
 
     def _plan(
-        self, first: int, n: int, steps: int, row_budgets: RowBudgets, memory: PlanMemory | None = None
+        self, first: int, n: int, num_new: int, row_budgets: RowBudgets, memory: PlanMemory | None = None
     ) -> None:
         stream, layers = self.executor.stream(self.like), range(first, first + n)
         self.flush(stream)
@@ -308,8 +308,8 @@ class DeviceCache:
         is_tight, lengths = self.reallocator.is_tight, self.lengths
         tight = any(is_tight(layer, lengths[layer] + LOOKAHEAD, row_budgets) for layer in layers)
         # Where bytes are few, another layer may have too few of them for an open page.
-        opens = [not tight or self.opens_pages(layer, steps, row_budgets) for layer in layers]
-        lookaheads = [(steps if tight else LOOKAHEAD) * opened for opened in opens]
+        opens = [not tight or self.opens_pages(layer, num_new, row_budgets) for layer in layers]
+        lookaheads = [(num_new if tight else LOOKAHEAD) * opened for opened in opens]
         memory = self._memory_of_plan(layers, tight) if memory is None else memory
         for layer in layers:
             self.count_dropped(layer, lengths[layer])
@@ -320,7 +320,7 @@ class DeviceCache:
         merged, workspace = memory.merged
         for layer, opened, lookahead in zip(layers, opens, lookaheads, strict=True):
             self.lookahead[layer] = self._look_after_waiting(
-                layer, steps * opened, lookahead, merged, workspace, memory.tight, stream
+                layer, num_new * opened, lookahead, merged, workspace, memory.tight, stream
             )
 
     def _memory_of_plan(self, layers: Sequence[int], tight: bool) -> PlanMemory:
@@ -340,17 +340,17 @@ class DeviceCache:
         return merged, self.reallocator.write_workspace(merged.before, stored)
 
     def _look_after_waiting(
-        self, layer: int, steps: int, lookahead: int, merged: Merged, workspace: Workspace,
+        self, layer: int, num_new: int, lookahead: int, merged: Merged, workspace: Workspace,
         tight: Workspace | None, stream: int,
     ) -> int:  # fmt: skip
         """Open pages for the next tokens of a layer whose rows may wait, and return for how many."""
         waiting, length = self.waiting, self.lengths[layer]
         waiting.advance(layer, length)
-        mode, most = waiting.mode(layer), max(steps, lookahead)
+        mode, most = waiting.mode(layer), max(num_new, lookahead)
         freezes = waiting.may_freeze(layer, length + most)
         with_tokens = freezes and waiting.holds[layer]
         if not freezes:
-            most = waiting.lookahead(layer, steps, lookahead)
+            most = waiting.lookahead(layer, num_new, lookahead)
         nothing = new_tokens(NO_TOKENS, NO_TOKENS, 0, 0, 0, length)
         self.freeze(layer, nothing, merged if with_tokens else None, most, stream)
         waiting.frozen(layer, length + most)
@@ -359,7 +359,7 @@ class DeviceCache:
             self.reallocator.take_waiting(layer, new, workspace, stream, most, tight is not None)
         elif mode != "all":
             self.reallocator.reallocate(layer, 1, stream, [most], tight)
-        return waiting.lookahead(layer, steps, most)
+        return waiting.lookahead(layer, num_new, most)
 
     def count_dropped(self, layer: int, length: int) -> None:
         """Say that a plan of a layer with so many tokens drops those that its sliding window has passed."""

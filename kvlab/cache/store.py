@@ -374,8 +374,8 @@ class DeviceStore:
         states["sliding_window"] = self.sliding_windows
         for name in ("batch", "heads", "entries", "max_slabs", "max_pages"):
             states[name] = getattr(self, name)
-        begins, steps = np.array([(x.begin, x.nbytes // len(numbers)) for x in self._places.values()]).T
-        _pointers(states)[:, self._columns] = begins + steps * numbers[:, None]
+        begins, strides = np.array([(x.begin, x.nbytes // len(numbers)) for x in self._places.values()]).T
+        _pointers(states)[:, self._columns] = begins + strides * numbers[:, None]
         states["arena"] = self._begins[:-1]
         behind = self._begins[:-1] + np.array(self.slab) * np.array(self.num_slabs)
         states["waiting"] = np.where(self.holds_waiting, behind, 0)

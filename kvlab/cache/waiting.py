@@ -85,9 +85,9 @@ class Waiting:
 
     def advance(self, layer: int, length: int) -> None:
         """Count the tokens up to a length, which came in steps of few tokens."""
-        steps = length - self._length[layer]
-        self._high[layer] += steps
-        self._low[layer] += 0 if self._masked[layer] or self._replayed[layer] else steps
+        num_new = length - self._length[layer]
+        self._high[layer] += num_new
+        self._low[layer] += 0 if self._masked[layer] or self._replayed[layer] else num_new
         self._length[layer], self._masked[layer] = length, False
 
     def add(self, layer: int, length: int, counts: NDArray[np.int64]) -> None:
@@ -137,12 +137,12 @@ class Waiting:
         self.rows[layer] &= self._low[layer] < LAST
         self._certain[layer] = self.rows[layer] & (self._high[layer] < LAST) & (not freed)
 
-    def lookahead(self, layer: int, steps: int, lookahead: int) -> int:
-        """Tokens until the next plan: `lookahead`, or `steps` and those that bring the next row its mean."""
+    def lookahead(self, layer: int, num_new: int, lookahead: int) -> int:
+        """Tokens until the next plan: `lookahead`, or `num_new` and those that bring a row its mean."""
         if self.mode(layer) == "none":
             return lookahead
         left = LAST - self._high[layer][self._certain[layer]]
-        return max(steps, min(lookahead, int(left.min(initial=lookahead))))
+        return max(num_new, min(lookahead, int(left.min(initial=lookahead))))
 
     def set(self, layer: int, rows: NDArray[np.bool_], counts: NDArray[np.int64], length: int) -> None:
         """Say which rows of a layer wait, and with how many tokens."""
@@ -155,14 +155,14 @@ class Waiting:
 class Merged(NamedTuple):
     """New tokens of a call behind waiting ones, `before` of them, as a plan takes them in.
 
-    k, v (batch, before + steps, heads, head_dim); valid (batch, before + steps) uint8, importance
-    (batch * heads, before + steps) uint8 and positions (batch, before + steps) int32, which the device fills.
+    With n = before + num_new: k, v (batch, n, heads, head_dim), valid (batch, n) uint8, importance
+    (batch * heads, n) uint8 and positions (batch, n) int32, which the device fills.
     Without waiting tokens there is `valid` alone.
     """
 
     executor: Any
     before: int
-    steps: int
+    num_new: int
     valid: Any
     k: Any = None
     v: Any = None
@@ -177,7 +177,7 @@ class Merged(NamedTuple):
     def new_tokens(self, k: CudaView, v: CudaView, codes: int, length: int) -> Any:
         """A `NewTokens` struct; `k`, `v` and `codes` are those of the call, behind `length` others."""
         view, pointer = self.executor.view, self.executor.pointer
-        total, valid = self.before + self.steps, pointer(self.valid)
+        total, valid = self.before + self.num_new, pointer(self.valid)
         if not self.before:
             return new_tokens(k, v, valid, codes, total, length)
         views = view(self.k, "k"), view(self.v, "v")
@@ -186,21 +186,21 @@ class Merged(NamedTuple):
 
 
 def merged_tokens(shape: tuple[int, ...], executor: Any, like: Any, dtype: str, *, waiting: bool) -> Merged:
-    """Take memory for new tokens of a shape (batch, steps, heads, head_dim), and for waiting ones."""
-    (batch, steps, heads, head_dim), empty = shape, executor.empty
+    """Take memory for new tokens of a shape (batch, num_new, heads, head_dim), and for waiting ones."""
+    (batch, num_new, heads, head_dim), empty = shape, executor.empty
     before = CAPACITY if waiting else 0
-    total = before + steps
+    total = before + num_new
     valid = empty((batch, total), "uint8", like)
     if not waiting:
-        return Merged(executor, 0, steps, valid)
+        return Merged(executor, 0, num_new, valid)
     k, v = (empty((batch, total, heads, head_dim), dtype, like) for _ in range(2))
     importance = empty((batch * heads, total), "uint8", like)
     positions = empty((batch, total), "int32", like)
-    return Merged(executor, before, steps, valid, k, v, importance, positions)
+    return Merged(executor, before, num_new, valid, k, v, importance, positions)
 
 
 def put_new(merged: Merged, k: Any, v: Any, codes: Any) -> None:
     """Copy the new tokens of a call behind the places of waiting ones."""
-    if merged.before and merged.steps:
+    if merged.before and merged.num_new:
         merged.k[:, merged.before :], merged.v[:, merged.before :] = k, v
         merged.importance[:, merged.before :] = codes

@@ -71,7 +71,10 @@ def command(
     os.environ.setdefault("TQDM_DISABLE", "1")  # one bar is enough
     if tasks:
         if not use_bit_packing or num_layers is not None:
-            raise ValueError("--tasks reads with a model and packs: leave packing and shape")
+            raise ValueError(
+                "--tasks reads with a model and packs its cache: leave out --no-bit-packing and "
+                "--num-layers, --num-heads, --num-kv-heads, --head-dim"
+            )
         result = _run_tasks(tasks.split(","), budget, bits, context_length, num_samples or 4, device)
         emit_json(result, as_json=as_json, output=output)
         if not as_json:

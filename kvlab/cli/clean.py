@@ -32,8 +32,8 @@ def command(
 
     if resolve(target) != resolve("all"):
         raise ValueError(
-            f"target={target!r}: kept kernels go by their content, not by the part they are of; "
-            "clean all, of which what is needed is compiled again"
+            f"target={target!r}: compiled kernels are kept by their content, not by target; take target all "
+            "(kernels that are needed are compiled again)"
         )
     found = find(results)
     if yes:

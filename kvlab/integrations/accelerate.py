@@ -1,10 +1,10 @@
-"""kvlab.accelerate: `generate()` of a transformers model, its tokens by `kvlab.engine.Decoder`.
+"""kvlab.accelerate: `generate()` of a transformers model, with a `kvlab.engine.Decoder` for its tokens.
 
-transformers keeps what surrounds a token (prompts, processors of logits, sampling, stops, streamers). Inside
-`generate` the forward pass of the model is a decoder's: it takes the columns of a padded batch, leaves
-padding out and returns logits of the newest token. Keys and values lie in the decoder; the cache that
-transformers passes round knows the columns alone. This module loads neither torch nor transformers before it
-is used.
+transformers still does all that surrounds a token (prompts, processors of logits, sampling, stops,
+streamers). Inside `generate` a decoder does the forward pass of the model: it takes the columns of a padded
+batch, leaves padding out and returns logits of the newest token. Keys and values lie in the decoder; the
+cache that transformers passes round knows the columns alone. This module loads neither torch nor transformers
+before it is used.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Training of transformers models with a sequence divided among ranks: ``kvlab.parallel.enable(model)``.
 
-All ranks call the model with the same whole batch. Each takes its early and late chunks of every sequence out
-of it, with positions and with labels that were shifted before they were cut; attention gathers keys
-(kvlab/parallel), and all else of a transformer works token by token. The loss that a rank returns is that of
-all tokens; its gradient is summed over the ranks parameter by parameter, before it is accumulated.
+All ranks call the model with the same whole batch. Each takes its early and late chunks of every sequence,
+with their positions and with labels that were shifted before they were cut. Attention gathers keys
+(kvlab/parallel); the rest of a transformer works token by token. The loss that a rank returns is that of all
+tokens. Its gradient is summed over the ranks, parameter by parameter, before it is accumulated.
 """
 
 from __future__ import annotations

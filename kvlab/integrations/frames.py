@@ -1,4 +1,4 @@
-"""kvlab.measure_frames: the key frames of a transformers model, from a text that it reads.
+"""kvlab.measure_frames: measure the key frames of a transformers model on a text that it reads.
 
 This module loads neither torch nor transformers before `measure_frames` is used.
 """

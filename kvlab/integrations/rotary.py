@@ -1,8 +1,8 @@
 """How far RoPE turns the keys of a transformers model with each token, as its configuration says.
 
-Frames of keys that rows take from their first tokens then hold for later ones, too (`mean_factors` of
-kvlab/ops/frame.py). Only models are known here that turn channels i and i + n of every head in all layers;
-caches of others take frames without it.
+With it, frames that rows take from their first tokens hold for later ones, too (`mean_factors` of
+kvlab/ops/frame.py). This module knows models that rotate channels i and i + n of every head, in all layers;
+caches of other models take frames without it.
 """
 
 from __future__ import annotations

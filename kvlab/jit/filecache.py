@@ -4,9 +4,8 @@
 returns the bytes of ``produce()``. Three things can go wrong on a cluster and none of them may break a run:
 
 - Many processes start cold at once. A lock file per key lets one of them produce while the others wait
-  and then read. The lock is a ``flock``, which the operating system drops when its owner dies, and
-  waiting ends after `LOCK_TIMEOUT_S`: then a process produces for itself, which is twice the work for
-  the same bytes.
+  and then read. The lock is a ``flock``, which the operating system drops when its owner dies. Waiting
+  ends after `LOCK_TIMEOUT_S`: then a process produces the bytes itself, twice the work for the same result.
 - A file is cut short or altered. Every entry carries its length and SHA-256; one that does not match is
   produced again. Entries are written under a temporary name in the same folder and renamed, so nobody
   reads half a file.

@@ -1,8 +1,8 @@
-"""Launches without Python between them: a function of the host, compiled by LLVM when it is first needed.
+"""Launches without Python between them: a host function that LLVM compiles when it is first needed.
 
 Python takes longer to write a call's addresses into the arguments of its kernels, and to ask the driver for
-launches one by one, than the driver takes for the launches. A `Table` says what
-to write and to launch, and compiled code does it.
+launches one by one, than the driver takes for the launches. A `Table` says what to write and to launch;
+compiled code does it.
 """
 
 from __future__ import annotations

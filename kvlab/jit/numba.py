@@ -1,4 +1,4 @@
-"""Compile a Numba CUDA kernel to a cubin, which `kvlab.jit.build.load` loads and launches like CUDA C++.
+"""Compile a Numba CUDA kernel to a cubin, which `kvlab.jit.launch.load` loads and launches like CUDA C++.
 
 Numba's own launcher takes 24 to 74 us of the host a call and refuses torch's bfloat16 tensors. So Numba is
 only the compiler: Python to PTX (NVVM), PTX to the cubin of one exact architecture (nvJitLink), with

@@ -1,7 +1,7 @@
 """Structs that kernels take by value: named fields, packed as C lays them out.
 
-`Struct.pack` makes a kernel argument of values. Calls that come again and again keep an array of it, which a
-`PreparedLaunch` reads, and write into it what alone has changed: addresses, as words of 8 bytes.
+`Struct.pack` makes a kernel argument of values. A call that is repeated keeps an array of it, which a
+`PreparedLaunch` reads. Only addresses change from call to call: they are written into it as words of 8 bytes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """How fast memory can be read on this machine at most: the limit that times are held against.
 
 Bytes that a last-level cache holds may come at its rate, all others come at that of memory. A GPU's rates
-follow from its clock and bus, as the driver reports them, else from a copy. Those of a CPU are
-nowhere to be asked for, so its memory is measured by copies of all threads. A copy reads and writes, and a
-cache line that is written is read first: reads alone are up to 1.5 times as fast as the bytes of a copy.
+follow from its clock and bus, as the driver reports them, else from a copy. No interface reports those of a
+CPU, so its memory is measured by copies with all threads. A copy reads and writes, and a cache line that is
+written is read first: reads alone are up to 1.5 times as fast as the bytes of a copy.
 """
 
 from __future__ import annotations

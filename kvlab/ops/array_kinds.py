@@ -1,8 +1,8 @@
 """Kinds of arrays: dtype, shape, strides and device, the key under which a checked call is kept.
 
-A model makes the same call again and again, with other addresses alone. All that follows from the rest is
-found once, so `kinds_of` reads no more of an array than makes it a kind, in the words of its own library:
-translating them takes longer than a short kernel runs. `view_of` translates, where a kind is new.
+A model repeats a call; only addresses change. What follows from all else is found once and kept. `kinds_of`
+reads only what makes the key, in the terms of the array's own library: to translate them takes longer than a
+short kernel runs. `view_of` translates them where a kind is new.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A call of attention, checked once: who computes it, and all that follows from its arguments but addresses.
 
 Checks and the search for a kernel would take the host longer than a short kernel runs. So `call_of` makes a
-`Call` of the kinds of the arrays and of the options, and remembers it; what a backend makes of a `Call` it
-may remember as well, as equal calls are one object.
+`Call` from the kinds of the arrays and from the options, and remembers it. Equal calls are one object, so a
+backend may remember what it makes of a `Call`, too.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def grouped_attention_varlen_backward(
     causal: bool = True,
     scale: float | None = None,
     deterministic: bool = False,
-    float32_dkv: bool = False,
+    float32_dk_dv: bool = False,
     implementation: str | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
@@ -87,7 +87,7 @@ def grouped_attention_varlen_backward(
         Its results, or those of attention over these keys and others.
     deterministic : bool
         Give the same bits every time. ``"cuda"`` is faster without, the others always do.
-    float32_dkv : bool
+    float32_dk_dv : bool
         Return dk and dv in float32, for a sum over devices. Separate calls round each group's part to the
         dtype of k, not their sum.
     implementation : str, optional
@@ -134,7 +134,7 @@ def grouped_attention_varlen_backward(
     _check_results(call, kinds)
     gradients: tuple[list[ArrayT], ArrayT, ArrayT] = call.row.launch(
         call, arrays, addresses, Results(douts, outs, lses, kinds, of_results),
-        flag(deterministic, "deterministic"), flag(float32_dkv, "float32_dkv"),
+        flag(deterministic, "deterministic"), flag(float32_dk_dv, "float32_dk_dv"),
     )  # fmt: skip
     return gradients
 

@@ -13,7 +13,7 @@ from kvlab.arrays import CudaView
 from kvlab.ops.frame import FRAME
 
 __all__ = [
-    "MAX_STEPS",
+    "MAX_NEW",
     "MOVED",
     "NEW_TOKENS",
     "NUMBERS",
@@ -49,7 +49,7 @@ STATE = np.dtype(
     align=True,
 )
 """`LayerState` of pages/state.cuh."""
-MAX_STEPS = 16
+MAX_NEW = 16
 """Tokens of a row that one append can take."""
 OBSERVED = {"mass": 0, "norm": 1, "one": 2}
 """What the importance of a new token is: attention mass, 1 / norm of its key, 1."""
@@ -64,7 +64,7 @@ NEW_TOKENS = np.dtype(
     [
         *((name, "u8") for name in ("k", "v", "valid", "importance")),
         *((name, "i8") for name in _STRIDES),
-        ("steps", "i4"),
+        ("num_new", "i4"),
         ("first", "i4"),
         ("positions", "u8"),
     ]
@@ -73,11 +73,11 @@ NEW_TOKENS = np.dtype(
 
 
 def new_tokens(
-    k: CudaView, v: CudaView, valid: int, importance: int, steps: int, first: int, positions: int = 0
+    k: CudaView, v: CudaView, valid: int, importance: int, num_new: int, first: int, positions: int = 0
 ) -> Any:
     """A `NewTokens` struct; without `positions`, an address, they are `first`, `first + 1` and so on."""
-    fresh = np.zeros(1, NEW_TOKENS)
+    struct = np.zeros(1, NEW_TOKENS)
     numbers = (k.pointer, v.pointer, valid, importance, *k.strides[:3], *v.strides[:3])
-    fresh.view(np.int64)[:10] = numbers
-    fresh["steps"], fresh["first"], fresh["positions"] = steps, first, positions
-    return fresh[0]
+    struct.view(np.int64)[:10] = numbers
+    struct["num_new"], struct["first"], struct["positions"] = num_new, first, positions
+    return struct[0]

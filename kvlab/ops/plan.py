@@ -1,4 +1,4 @@
-"""What plans of caches have in common on every device: ladders and sizes, bytes, the choice of "dp".
+"""What the plans of caches on all devices have in common: ladders and sizes, bytes, the choice of "dp".
 
 ``kvlab.reference.cache_plan`` says what a plan decides. A GPU's is launched by ``cuda/plan.py``, a CPU's by
 ``cpu/plan.py``.

@@ -1,11 +1,11 @@
 """Rows that ranks of one host send each other by copy engines, which take no multiprocessor.
 
-Attention fills a GPU, and the kernels of a collective would wait until it leaves them room. So a rank writes
-into memory of another by a copy on a stream of its own, and then raises a flag there, which the other's
-stream waits for: neither takes a kernel. A *mailbox* is what a rank receives into, memory that all ranks of
-a group have mapped. It has two slots, which uses take in turn. A rank writes into a slot when its owner has
-said that it has read what came the last time; it says so at the beginning of its next use, on the stream of
-copies, so that the current stream goes from kernel to kernel.
+Attention fills a GPU, so the kernels of a collective would wait until it leaves them room. Instead a rank
+copies into the memory of another, on a stream of its own, and then raises a flag there. The other's stream
+waits for the flag. Neither takes a kernel. A *mailbox* is the memory that a rank receives into; all ranks of
+a group have mapped it. It has two slots, which transfers use alternately. A rank writes into a slot after the
+owner has reported that it has read the last transfer there. The owner reports this at the beginning of its
+next transfer, on the stream of copies, so nothing comes between the kernels of the current stream.
 
 A wait on a stream cannot end by itself. So a thread watches the transfers of a process and ends it, with the
 name of the transfer, when one is not complete within the timeout of its group.

@@ -1,15 +1,17 @@
 """Attention of a sequence over several ranks that gathers keys and values: zigzag-llama3 and llama3.
 
-KV heads go in strides, two of which are under way at a time; where these are all heads, the forward takes
-them together. By copy engines one kernel attends own keys and those of others, and waits for these itself
-(kvlab/ops/cuda/gathered.py); else what a rank sees of its own keys is computed before the first gather is
-waited for, and results are merged. Backward gathers again and sends each rank what its keys got here, in
-float32, while it computes with its own keys, or with the next stride; a rank adds what comes to its own dk
-and dv. Where there are kernels for it, dq of one sequence is summed over own keys and those of others in one
-workspace (kvlab/ops/cuda/query_gradients.py), else parts of it are added up.
+KV heads are gathered in strides, two of which are under way at a time. If two strides are all heads, the
+forward takes them together. With copy engines one kernel attends a rank's own keys and those of others, and
+waits for these itself (kvlab/ops/cuda/gathered.py). Without, a rank attends its own keys before it waits for
+the first gather, and results are merged.
 
-Memory beside the result: the keys and values of all ranks for two strides of heads, or four by copy engines,
-and backward as many gradients of two strides, twice, and dq of these, in float32.
+The backward gathers again. It sends each rank the gradients of that rank's keys, in float32, while it
+computes with its own keys or with the next stride; a rank adds what it receives to its own dk and dv. Where
+there are kernels for it, dq of one sequence is summed over all keys in one workspace
+(kvlab/ops/cuda/query_gradients.py); elsewhere partial sums are added up.
+
+Memory beside the result: the keys and values of all ranks for two strides of heads (with copy engines four);
+in the backward also their gradients, twice, and dq of two strides, in float32.
 
 Sources: Llama Team, "The Llama 3 Herd of Models", arXiv:2407.21783, section 3.3.2; Zhu, ring-flash-attention.
 """

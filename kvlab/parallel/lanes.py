@@ -1,9 +1,9 @@
 """Streams beside the current one, on which a GPU computes several parts at a time.
 
-A kernel of attention fills the GPU but for its end, when fewer tiles are left than multiprocessors. What a
-rank sees of its own keys and of others does not depend on each other; so these kernels go to streams of their
-own, and the next one takes the multiprocessors that the one before leaves. They have a high priority: what
-others wait for goes first.
+A kernel of attention fills the GPU except at its end, when fewer tiles are left than multiprocessors.
+Attention over a rank's own keys and over those of others are independent, so their kernels go to streams of
+their own: the next one takes the multiprocessors that the one before leaves. Results that other ranks wait
+for go first, so these streams have a high priority.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Attention of a sequence over several ranks that passes keys and values round: ring and zigzag ring.
 
-In step s a rank holds the keys of rank - s, while those of the next step are under way. Partial results are
+In step s rank r holds the keys of rank r - s, while those of the next step are under way. Partial results are
 merged in float32. Backward passes dk and dv round with the keys they belong to, in float32: each rank adds
 its part, and after the last step they are where they belong.
 

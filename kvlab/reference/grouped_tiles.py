@@ -1,11 +1,11 @@
 """The list of tiles of a call with groups of queries, as attention/grouped_list.cu makes it, in NumPy.
 
-A chunk is `positions` query positions of a group in a sequence; a tile is several chunks that read one KV
-head. Tiles of one group hold its neighbours. Paired tiles hold, of all groups, the chunks that see most keys,
-then the next: so few tiles of K and V are loaded, and each is loaded for as many rows as can be. Where there
-are fewer tiles than blocks could take, long tiles are split over their keys; where K and V are larger than
-L2, the last tiles of a section are. In the backward a tile is one of
-keys, with the rows of all groups, as attention/tile_list.cu makes it.
+A chunk is `positions` query positions of a group in a sequence. A tile is several chunks that read one KV
+head. Tiles of one group hold neighbouring chunks. Paired tiles hold chunks of all groups, those that see most
+keys first: so few tiles of K and V are loaded, each for as many rows as possible. Where there are fewer tiles
+than blocks, long tiles are split over their keys. Where K and V are larger than L2, the last tiles of a
+section are split. In the backward a tile is one of keys, with the rows of all groups, as
+attention/tile_list.cu makes it.
 """
 
 from __future__ import annotations

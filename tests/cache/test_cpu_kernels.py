@@ -228,7 +228,7 @@ def test_an_append_attends_and_stores(kernels: Kernels, observed: str) -> None:
     stored = attend_stored(driver, q)
     out, lse = stored.out.copy(), stored.lse.copy()
     append = driver.kernels.append_call(
-        0, driver.host.ladder[-1], steps=n, group=GROUP,
+        0, driver.host.ladder[-1], num_new=n, group=GROUP,
         scale=dim**-0.5, softcap=0.0, observed=OBSERVED[observed],
     )  # fmt: skip
     before = driver.store.tables["count"].sum()

@@ -553,7 +553,7 @@ def test_a_gpu_that_is_not_the_current_one(importance: str) -> None:
 
 @pytest.mark.parametrize("most", [70, 100])
 def test_more_queries_than_a_launch_takes(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_cuda, "most_query_tokens", lambda pages, group, device: most)
+    monkeypatch.setattr(packed_cuda, "max_query_tokens", lambda pages, group, device: most)
     cache, rng = make(realloc_every=1), np.random.default_rng(11)
     for steps in (100, 230, 100):
         step(cache, rng, steps)

@@ -446,7 +446,7 @@ def run_append(
         store.head_dim,
         store.dtype,
         0,
-        steps=q.shape[1],
+        num_new=q.shape[1],
         group=GROUP,
         scale=store.head_dim**-0.5,
         softcap=0.0,

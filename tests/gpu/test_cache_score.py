@@ -18,7 +18,7 @@ from kvlab import last_backend
 from kvlab.arrays import cuda_view
 from kvlab.cache.importance import MOST_TOKENS, SPAN, weight_of_collection
 from kvlab.ops.cpu.scores import scale_of_importance
-from kvlab.ops.cuda.packed import kept_quad_bytes
+from kvlab.ops.cuda.packed import saved_quad_bytes
 from kvlab.ops.cuda.scores import score_new, score_norms, score_stored
 from kvlab.ops.packed import mass_from_scores
 from kvlab.pages import decode_importance, encode_importance
@@ -194,7 +194,7 @@ def kept_bytes(scores: np.ndarray, unused: np.ndarray) -> np.ndarray:
         unused[..., None, :], 77, np.clip(np.rint(255 + 8 * (log2 - reference[..., None])), 0, 255)
     )
     rows = scores.shape[-2]
-    kept = np.full((*scores.shape[:-2], kept_quad_bytes(rows)), 255, np.uint8)
+    kept = np.full((*scores.shape[:-2], saved_quad_bytes(rows)), 255, np.uint8)
     kept[..., : 64 * rows] = in_order(codes).reshape(*kept.shape[:-1], -1)
     kept[..., 64 * rows : 68 * rows] = reference.view(np.uint8)
     return kept
@@ -208,7 +208,7 @@ def test_codes_are_those_of_the_cpu_for_the_same_mass(importance: str, tokens: i
     rng, layer = np.random.default_rng(tokens), simulation.layer
     simulation.observe(rng)
     orders = rng.integers(-20, 1, (4, ENTRIES, PAGE))
-    kept = np.full((1, 2, 2, QUADS, kept_quad_bytes(1)), 255, np.uint8)
+    kept = np.full((1, 2, 2, QUADS, saved_quad_bytes(1)), 255, np.uint8)
     kept[0, ..., :64] = in_order((255 + 8 * orders).clip(0).reshape(2, 2, QUADS, 64))
     kept[0, ..., 64:68] = np.zeros(4, np.uint8)  # the reference of the row
     device = Device([layer])

@@ -86,7 +86,7 @@ def test_scores_kept_as_bytes_are_those_of_float32_rounded(group: int, softcap: 
     whole = attend(packed_cuda, q, pages, keep_scores=2, softcap=softcap)
     used = used_quads(pages)
     kept = torch.full(
-        (*used.shape, packed_cuda.kept_quad_bytes(2 * group)), 77, dtype=torch.uint8, device="cuda"
+        (*used.shape, packed_cuda.saved_quad_bytes(2 * group)), 77, dtype=torch.uint8, device="cuda"
     )
     out, lse = torch.empty_like(whole.out), torch.empty_like(whole.lse)
     workspace = packed_cuda.make_workspace(out, 4, 3 * group, 128)

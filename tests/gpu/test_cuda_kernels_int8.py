@@ -117,7 +117,7 @@ def test_kept_scores(softcap: float, size: int, ladder: str) -> None:
     whole = attend(packed_cuda, q, pages, keep_scores=2, softcap=softcap)
     used = used_quads(pages)
     kept = torch.full(
-        (*used.shape, packed_cuda.kept_quad_bytes(4 * size)), 77, dtype=torch.uint8, device="cuda"
+        (*used.shape, packed_cuda.saved_quad_bytes(4 * size)), 77, dtype=torch.uint8, device="cuda"
     )
     out, lse = torch.empty_like(whole.out), torch.empty_like(whole.lse)
     workspace = packed_cuda.make_workspace(out, 4, 4 * size, 128)

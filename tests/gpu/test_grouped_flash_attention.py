@@ -155,7 +155,7 @@ def test_gradients_of_many_tiles(head_dim: int) -> None:
             found = [
                 kvlab.grouped_attention_varlen_backward(
                     douts, *arrays, outs, lses, implementation=name, deterministic=deterministic,
-                    float32_dkv=True, **own,
+                    float32_dk_dv=True, **own,
                 )
                 for name in ("separate", "paired")
             ]  # fmt: skip
@@ -173,7 +173,7 @@ def test_gradients_of_keys_in_float32(name: str, head_dim: int) -> None:
     expected, low = case.expected_gradients(case.douts()), case.low_precision_gradients(case.douts())
     for wide in (False, True):
         dq, dk, dv = kvlab.grouped_attention_varlen_backward(
-            douts, *arrays, outs, lses, float32_dkv=wide, **own
+            douts, *arrays, outs, lses, float32_dk_dv=wide, **own
         )
         assert (dk.dtype, dv.dtype) == ((torch.float32 if wide else torch.float16),) * 2
         found = torch.cat(dq), dk.half(), dv.half()

@@ -130,11 +130,11 @@ class State:
 
     bits: int = 0
     out: Array = field(default_factory=lambda: np.zeros((ROWS, HEAD_DIM), F32))
-    centre: Array = field(default_factory=lambda: np.zeros(ROWS, F32))
-    reference: Array = field(default_factory=lambda: np.zeros(ROWS, F32))
+    zero_point_sum: Array = field(default_factory=lambda: np.zeros(ROWS, F32))
+    row_max: Array = field(default_factory=lambda: np.zeros(ROWS, F32))
     sum: Array = field(default_factory=lambda: np.zeros(ROWS, F32))
-    reach: np.float32 = EMPTY
-    limit: float = -1.0
+    max_excess: np.float32 = EMPTY
+    scale_limit: float = -1.0
 
 
 def unit_of(bits: int) -> Array:
@@ -155,9 +155,9 @@ def second_bit(bits: int) -> Array:
     return SECOND[bits] * (CHANNEL // 16 % 2)
 
 
-def change_frame(state: State, bits: int) -> None:
-    state.out = (state.out / unit_of(state.bits) + state.centre[:, None]) * unit_of(bits)
-    state.centre[:] = 0
+def change_basis(state: State, bits: int) -> None:
+    state.out = (state.out / unit_of(state.bits) + state.zero_point_sum[:, None]) * unit_of(bits)
+    state.zero_point_sum[:] = 0
     state.bits = bits
 
 
@@ -179,26 +179,26 @@ def attend(state: State, quad: Quad, q: Array, with_rest: bool) -> None:
     middle = -((1 << bits) - 1) * 0.5 / (1 << 24) * 2.0**row_bit
     raw = (factors @ tile.T + total[:, None] * middle).astype(F32)
     factor = STEPS[quad.k_steps] * (F32(2.0 ** (25 - e)) / F32(2) ** row_bit.astype(F32))
-    s = raw * factor - state.reference[:, None]
+    s = raw * factor - state.row_max[:, None]
     s[:, ~used] = -np.inf
 
-    # The reference follows the maximum, the lift the largest step.
+    # row_max follows the maximum, p_exponent the largest step.
     steps = np.where(used, STEPS[quad.v_steps], 0)
     top = s.max(1)
-    lift_changes = steps.max() > state.limit
-    if (top > state.reach).any() or (lift_changes and np.isfinite(top).any()):
-        empty = np.isneginf(state.reach)
-        lift_before = F32(0) if empty else state.reach - SLACK
+    exponent_changes = steps.max() > state.scale_limit
+    if (top > state.max_excess).any() or (exponent_changes and np.isfinite(top).any()):
+        empty = np.isneginf(state.max_excess)
+        exponent_before = F32(0) if empty else state.max_excess - SLACK
         if empty:
-            state.reach = SLACK
-        if lift_changes:
+            state.max_excess = SLACK
+        if exponent_changes:
             largest = int(np.float16(steps.max()).view(np.uint16)) >> 10
-            state.reach = SLACK + F32(20 - largest)
-            state.limit = float(np.uint16(min(largest * 0x400 + 0x7FF, 0x7C00)).view(np.float16))
-        rise = (top if empty else np.maximum(top, lift_before)) - (state.reach - SLACK)
+            state.max_excess = SLACK + F32(20 - largest)
+            state.scale_limit = float(np.uint16(min(largest * 0x400 + 0x7FF, 0x7C00)).view(np.float16))
+        rise = (top if empty else np.maximum(top, exponent_before)) - (state.max_excess - SLACK)
         old = np.zeros(ROWS, F32) if empty else np.exp2(-rise)
-        state.reference = state.reference + rise
-        state.sum, state.centre = state.sum * old, state.centre * old
+        state.row_max = state.row_max + rise
+        state.sum, state.zero_point_sum = state.sum * old, state.zero_point_sum * old
         state.out = state.out * old[:, None]
         s = s - rise[:, None]
     p = np.exp2(s)
@@ -208,16 +208,18 @@ def attend(state: State, quad: Quad, q: Array, with_rest: bool) -> None:
     weights = (p * steps).astype(np.float16)
     assert np.isfinite(weights).all(), "p times step overflows"
     if state.bits != bits:
-        change_frame(state, bits)
+        change_basis(state, bits)
     tile = subnormal(quad.v, channel_bit(bits) + np.zeros_like(quad.v))
     state.out = (state.out + weights.astype(np.float64) @ tile).astype(F32)
-    state.centre = (state.centre - weights.astype(np.float64).sum(1) * ((1 << bits) - 1)).astype(F32)
+    state.zero_point_sum = (
+        state.zero_point_sum - weights.astype(np.float64).sum(1) * ((1 << bits) - 1)
+    ).astype(F32)
 
 
 def result(state: State) -> tuple[Array, Array]:
     """Return out (ROWS, HEAD_DIM) and the natural log-sum-exp (ROWS,)."""
-    change_frame(state, 0)
-    return state.out / state.sum[:, None], (state.reference + np.log2(state.sum)) * F32(np.log(2))
+    change_basis(state, 0)
+    return state.out / state.sum[:, None], (state.row_max + np.log2(state.sum)) * F32(np.log(2))
 
 
 def values_of(codes: Array, steps: Array, bits: int) -> Array:

@@ -99,15 +99,15 @@ def joined(upper: Array, lower: Array, most: int) -> Array:
 def attend_all(quads: list[Quad], q: Array) -> tuple[Array, Array]:
     """All quads against queries (ROWS, HEAD_DIM): out and the natural log-sum-exp."""
     x = (q.astype(np.float64) * HEAD_DIM**-0.5 / np.log(2)).astype(F32)
-    peak = np.maximum(np.abs(x).max(1, keepdims=True), F32(1e-30))
-    unit = peak * F32(2 / MOST)
-    out, centre = np.zeros((ROWS, HEAD_DIM), F32), np.zeros((ROWS, 1), F32)
-    reference, total = np.full((ROWS, 1), -np.inf, F32), np.zeros((ROWS, 1), F32)
+    largest_q = np.maximum(np.abs(x).max(1, keepdims=True), F32(1e-30))
+    unit = largest_q * F32(2 / MOST)
+    out, zero_point_sum = np.zeros((ROWS, HEAD_DIM), F32), np.zeros((ROWS, 1), F32)
+    row_max, total = np.full((ROWS, 1), -np.inf, F32), np.zeros((ROWS, 1), F32)
     for quad in quads:
         slots, bits = np.arange(64), quad.bits
         weight = np.where(slots % 2, ODD[bits], EVEN[bits]) * SECOND[bits]
         left = np.where(COLUMN >= 8, 1, LEFT[bits])
-        fixed = np.rint(x * (F32(MOST) / peak / left)).astype(np.int64)
+        fixed = np.rint(x * (F32(MOST) / largest_q / left)).astype(np.int64)
         upper, lower = fixed + 128 >> 8, (fixed + 128) % 256 - 128
         assert np.abs(upper).max() <= 127
         start = -((((1 << bits) - 1) * (fixed * left).sum(1, keepdims=True)) >> 1) * weight
@@ -116,11 +116,16 @@ def attend_all(quads: list[Quad], q: Array) -> tuple[Array, Array]:
         s = sums * (STEPS[quad.k_steps] * (unit / weight.astype(F32)))
         s[:, slots >= quad.count] = -np.inf
         top = s.max(1, keepdims=True)
-        if (top > reference + SLACK).any():
-            highest = np.maximum(top, reference)
-            factor = np.exp2(reference - highest)
-            out, centre, total, reference = out * factor, centre * factor, total * factor, highest
-        p = np.exp2(s - reference)
+        if (top > row_max + SLACK).any():
+            highest = np.maximum(top, row_max)
+            factor = np.exp2(row_max - highest)
+            out, zero_point_sum, total, row_max = (
+                out * factor,
+                zero_point_sum * factor,
+                total * factor,
+                highest,
+            )
+        p = np.exp2(s - row_max)
         total = total + p.sum(1, keepdims=True)
         weights = p * np.where(slots < quad.count, STEPS[quad.v_steps], 0)
         largest = np.maximum(weights.max(1, keepdims=True), F32(2.0**-100))
@@ -133,8 +138,8 @@ def attend_all(quads: list[Quad], q: Array) -> tuple[Array, Array]:
         codes = quad.v * weight * left[:, None]
         sums = joined((scaled >> 8) @ codes, (scaled & 255) @ codes, 1 << 23)
         out = out + sums * (2 * one / weight.astype(F32))
-        centre = centre + weights.sum(1, keepdims=True) * F32(1 - (1 << bits))
-    return (out + centre) / total, ((reference + np.log2(total)) * F32(np.log(2)))[:, 0]
+        zero_point_sum = zero_point_sum + weights.sum(1, keepdims=True) * F32(1 - (1 << bits))
+    return (out + zero_point_sum) / total, ((row_max + np.log2(total)) * F32(np.log(2)))[:, 0]
 
 
 @given(quad_lists())
@@ -171,8 +176,8 @@ def elements_of(profile: tuple[int, ...], codes: Array) -> Array:
 def block_scores(profile: tuple[int, ...], codes: Array, q: Array) -> Array:
     """Scores (rows, tokens) of keys in blocks, of steps of 1: packed/int8_block_scores.cuh."""
     x, n = q.astype(F32), q.shape[1] // 4
-    peak = np.abs(x).max(1, keepdims=True)
-    fixed = np.rint(x * (F32(MOST) / peak)).astype(np.int64)
+    largest_q = np.abs(x).max(1, keepdims=True)
+    fixed = np.rint(x * (F32(MOST) / largest_q)).astype(np.int64)
     upper, lower = fixed + 128 >> 8, (fixed + 128) % 256 - 128
     lacks = np.array([-CELL[width] * ((1 << width) - 1) for width in profile], F32)
     sums = fixed.reshape(len(q), 4, n).sum(2).astype(F32)
@@ -186,7 +191,7 @@ def block_scores(profile: tuple[int, ...], codes: Array, q: Array) -> Array:
             a = codes[:, own] * weight[:, None]
             part = joined(upper[:, own] @ a.T, lower[:, own] @ a.T, 1 << 22)
             s += part * (CELL[width] / weight.astype(F32))
-    return np.asarray(s * (peak * F32(2 / MOST)))
+    return np.asarray(s * (largest_q * F32(2 / MOST)))
 
 
 @pytest.mark.parametrize("profile", PROFILES, ids=str)

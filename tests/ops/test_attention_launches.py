@@ -328,7 +328,7 @@ def test_gradients_of_groups_are_three_launches_behind_a_list(gpu: StandInGpu, d
         outs, douts = ([torch.zeros_like(x) for x in q] for _ in "od")
         lses = [torch.zeros(HEADS, n) for n in rows]
         dq, dk, dv = kvlab.grouped_attention_varlen_backward(
-            douts, q, k, v, outs, lses, deterministic=deterministic, float32_dkv=True, **own
+            douts, q, k, v, outs, lses, deterministic=deterministic, float32_dk_dv=True, **own
         )
         made, *launches = gpu.launches[-4:]
         names = ["preprocess", "attend_backward", "postprocess"]

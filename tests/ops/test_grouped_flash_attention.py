@@ -88,7 +88,7 @@ def test_gradients_agree_with_the_reference(backend: str, case: GroupedCase) -> 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_of_keys_in_float32(backend: str) -> None:
     case = make_case([[20], [30]], [[30], [60]], [64], dtype=FLOATS[1])
-    wide, narrow = (gradients(case, backend=backend, float32_dkv=x) for x in (True, False))
+    wide, narrow = (gradients(case, backend=backend, float32_dk_dv=x) for x in (True, False))
     for one, other in zip(wide[1:], narrow[1:], strict=True):
         assert (one.dtype, other.dtype) == (np.float32, FLOATS[1])
         np.testing.assert_array_equal(one.astype(FLOATS[1]), other)

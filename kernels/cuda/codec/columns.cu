@@ -58,8 +58,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16)
     extern __shared__ __align__(16) u8 dynamic[];
     __shared__ Tile tiles[WARPS];
     Tile& tile = tiles[threadIdx.x / 32];
-    u8* kept = dynamic + threadIdx.x * 2 * ELEMENT_BYTES;  // rows follow each other for all threads
-    constexpr int KEPT_ROW = 32 * WARPS * 2 * ELEMENT_BYTES;
+    u8* staged = dynamic + threadIdx.x * 2 * ELEMENT_BYTES;  // rows follow each other for all threads
+    constexpr int STAGED_ROW = 32 * WARPS * 2 * ELEMENT_BYTES;
     const i64 pair = (i64)blockIdx.x * WARPS + threadIdx.x / 32;
     if (2 * pair >= shape.units) return;
     const Lane me(shape, pair);
@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16)
 #pragma unroll 8
     for (i64 row = 0; row < me.rows; ++row) {
         const float2 v = two_elements(x, me.element + me.column + row * shape.columns);
-        store_two(kept + row * KEPT_ROW, 0, v);
+        store_two(staged + row * STAGED_ROW, 0, v);
         if (CODEC == AFFINE) low = {lower(low.x, v.x), lower(low.y, v.y)};
         high = {higher(high.x, CODEC == AFFINE ? v.x : fabsf(v.x)),
                 higher(high.y, CODEC == AFFINE ? v.y : fabsf(v.y))};
@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16)
         const int here = (int)min((i64)ROWS, me.rows - start);
 #pragma unroll 4
         for (int r = 0; r < here; ++r) {
-            const float2 v = two_elements(kept + (start + r) * KEPT_ROW, 0);
+            const float2 v = two_elements(staged + (start + r) * STAGED_ROW, 0);
             const u32 codes = pair_of_codes(v.x, v.y, of_first, of_second, nullptr, 0);
             *me.codes(tile, r) = (u16)(codes | codes >> 8);
         }

@@ -73,7 +73,7 @@ struct RawQuery {
     u32 q[PAIRS_OF_LANE];
     __half2 mean[PAIRS_OF_LANE];
     u16 shifts[PAIRS_OF_LANE];
-    // With PROFILES: the channels at places of the pair, the gain of its block; exponents of keys and values.
+    // With PROFILES: the channels of the pair, the gain of its block; exponents of keys and values.
     u16 order[PAIRS_OF_LANE];
     float gain[PAIRS_OF_LANE];
     u16 exponents;
@@ -86,8 +86,8 @@ __device__ __forceinline__ void read_query(const Call& call, const Sequence& s, 
                                            RawQuery& raw) {
     if (warp >= s.rows) return;
     const u32* q = (const u32*)q_row(call, s, warp);
-    const __half2* mean = (const __half2*)(call.k_mean + (u64)s.pair * HEAD_DIM);
-    const u16* shifts = (const u16*)(call.k_shift + (u64)s.pair * HEAD_DIM);
+    const __half2* mean = (const __half2*)(call.k_mean + (u64)s.bh * HEAD_DIM);
+    const u16* shifts = (const u16*)(call.k_shift + (u64)s.bh * HEAD_DIM);
 #pragma unroll
     for (int i = 0; i < PAIRS_OF_LANE; ++i) {
         if (HEAD_DIM % 64 && lane + 32 * i >= HEAD_DIM / 2) break;
@@ -95,11 +95,11 @@ __device__ __forceinline__ void read_query(const Call& call, const Sequence& s, 
         raw.mean[i] = mean[lane + 32 * i];
         raw.shifts[i] = shifts[lane + 32 * i];
         if (IN_BLOCKS) {
-            raw.order[i] = ((const u16*)(call.k_order + (u64)s.pair * HEAD_DIM))[lane + 32 * i];
-            raw.gain[i] = call.k_gain[4 * (u64)s.pair + (lane + 32 * i) / (HEAD_DIM / 8)];
+            raw.order[i] = ((const u16*)(call.k_order + (u64)s.bh * HEAD_DIM))[lane + 32 * i];
+            raw.gain[i] = call.k_gain[4 * (u64)s.bh + (lane + 32 * i) / (HEAD_DIM / 8)];
         }
     }
-    if (IN_BLOCKS) raw.exponents = ((const u16*)call.exponent)[s.pair];
+    if (IN_BLOCKS) raw.exponents = ((const u16*)call.exponent)[s.bh];
 }
 
 __device__ __forceinline__ int key_exponent(const RawQuery& raw) {
@@ -209,14 +209,14 @@ __device__ __forceinline__ void scores_of_profile(int profile, const Item& item,
 #endif
 
 // The CTA that has a position of an undivided list.
-__device__ __forceinline__ int owner(u32 position, u32 total, u32 ctas) {
+__device__ __forceinline__ int cta_of(u32 position, u32 total, u32 ctas) {
     return ((position + 1) * ctas - 1) / total;
 }
 
 // What a CTA knows of the division of the list but rarely needs, so not worth registers.
 struct Schedule {
     int begin, first_cta, num_splits;  // of its range
-    int total, ctas, each;             // quads in all, CTAs that have any, quads of each or 0 (`find_place`)
+    int total, ctas, each;             // quads in all, CTAs that have any, quads of each or 0 (`find_quad`)
     int queried;                       // the sequence whose query has been read, or -1
 };
 
@@ -241,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
     // Lengths, the lane's page among the first 8 quads of the warp and the query are read together.
     const int blocks = (call.rows + 7) / 8, b = blockIdx.x;
     const WorkRange estimate = estimate_split(call, blocks);
-    const int length = lane < call.pairs ? call.num_pages[lane] : 0;
+    const int length = lane < call.num_bh ? call.num_pages[lane] : 0;
     Entry own = {};
     RawQuery raw;
     if (estimate.num_splits) {
@@ -276,10 +276,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
         if (quad >= quad_count) return;
         const Schedule of = schedule;
         const int position = of.begin + warp + quad * WARPS;
-        const Place place = of.num_splits
-                                ? Place{number, number, b - of.first_cta + of.num_splits * position}
-                                : find_place(call.num_pages, blocks, of.each, position, number, start, quads);
-        own = entry_at(call, place, lane % 4);
+        const QuadCoord quad =
+            of.num_splits ? QuadCoord{number, number, b - of.first_cta + of.num_splits * position}
+                          : find_quad(call.num_pages, blocks, of.each, position, number, start, quads);
+        own = entry_at(call, quad, lane % 4);
         if (WINDOW) look_through_window(call, own, lane % 4);
     };
     if (!known) read_entries();
@@ -310,9 +310,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
 
     // Sequences without pages
 #pragma unroll 1
-    for (int i = b; i < call.pairs * blocks; i += gridDim.x) {
+    for (int i = b; i < call.num_bh * blocks; i += gridDim.x) {
         const Sequence sequence = sequence_at(call, i);
-        if (call.num_pages[sequence.pair]) continue;
+        if (call.num_pages[sequence.bh]) continue;
         for (int c = threadIdx.x; c < 8 * ROW_FLOATS; c += WARPS * 32) rows[c] = 0.f;
         __syncthreads();  // `rows` is zero
         for (int r = warp; r < sequence.rows; r += WARPS)
@@ -333,7 +333,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
     for (int position = begin; position < end; ++number) {
         const Sequence sequence = sequence_at(call, number);
         const bool is_first = position == schedule.begin;
-        if (!is_first) quads = quads_of(call.num_pages, sequence.pair);
+        if (!is_first) quads = quads_of(call.num_pages, sequence.bh);
         const int stop = min(start + quads, end);
         if (quads == 0) continue;
         Query query;
@@ -458,9 +458,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
                       only ? stages * call.slot_bytes / 4 : most * ROW_FLOATS,
                       only ? min(WARPS, end - divided.begin) : WARPS, rows);
         bool last = true;
-        const int first = only ? divided.first_cta : owner(start, divided.total, divided.ctas);
+        const int first = only ? divided.first_cta : cta_of(start, divided.total, divided.ctas);
         const int num_splits =
-            only ? divided.num_splits : owner(start + quads - 1, divided.total, divided.ctas) - first + 1;
+            only ? divided.num_splits : cta_of(start + quads - 1, divided.total, divided.ctas) - first + 1;
         if (num_splits > 1) {
             float* to = call.partial + (u64)(b + number) * 8 * ROW_FLOATS;
             for (int i = threadIdx.x; i < sequence.rows * ROW_FLOATS; i += WARPS * 32)

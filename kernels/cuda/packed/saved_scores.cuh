@@ -19,13 +19,14 @@ struct SavedRows {
 };
 
 __device__ __forceinline__ SavedRows saved_rows(const Call& call, const Sequence& s, int lane) {
-    const int row = LANE_ROWS * (lane % 4), first = s.first_row + row - (call.rows - call.kept);
+    const int row = LANE_ROWS * (lane % 4), first = s.first_row + row - (call.rows - call.saved);
     const int slot = lane / 4 * (KEEP_SCORES == 1 ? 8 : 2);
-    const u32 quad_bytes = KEEP_SCORES == 1 ? (68u * call.kept + 15u) & ~15u : 64u * KEEP_SCORES * call.kept;
-    u8* const quads = (u8*)call.scores + (u64)s.pair * (call.entries / 4) * quad_bytes;
+    const u32 quad_bytes =
+        KEEP_SCORES == 1 ? (68u * call.saved + 15u) & ~15u : 64u * KEEP_SCORES * call.saved;
+    u8* const quads = (u8*)call.scores + (u64)s.bh * (call.entries / 4) * quad_bytes;
     const u32 has = (row < s.rows && first >= 0) + 2 * (row + 1 < s.rows && first >= -1);
     SavedRows r = {quads + (first * 64 + slot) * KEEP_SCORES, quad_bytes, has * (lane < 4 ? 5 : 1),
-                   (u32)(64 * call.kept + 4 * first - (first * 64 + slot))};
+                   (u32)(64 * call.saved + 4 * first - (first * 64 + slot))};
     // Or all is computed for every quad.
     asm volatile("" : "+l"(r.to), "+r"(r.quad_bytes), "+r"(r.has), "+r"(r.base));
     return r;

@@ -14,8 +14,8 @@ struct WorkRange {
     int first_cta, num_splits;  // 0, 0 if positions are those of the whole list
 };
 
-__device__ __forceinline__ int quads_of(const int* num_pages, int pair) {
-    return (u32)num_pages[pair] / 4u;
+__device__ __forceinline__ int quads_of(const int* num_pages, int bh) {
+    return (u32)num_pages[bh] / 4u;
 }
 
 // Which quad of a sequence is the p-th of its list: down the columns of a matrix with `columns` columns.
@@ -38,12 +38,12 @@ __device__ __forceinline__ int quotient(int x, int d) {
 // ((b + 1) N - 1) / grid. Every CTA has to find the same bounds, or one of them waits for a split that nobody
 // writes, so the bounds are computed in integers.
 __device__ __forceinline__ WorkRange estimate_split(const Call& call, int blocks) {
-    const int b = blockIdx.x, grid = gridDim.x, pairs = call.pairs;
-    if (blocks > 1 || pairs > grid) return {};
+    const int b = blockIdx.x, grid = gridDim.x, num_bh = call.num_bh;
+    if (blocks > 1 || num_bh > grid) return {};
     WorkRange r = {};
-    r.number = quotient((b + 1) * pairs - 1, grid);
-    r.first_cta = quotient(r.number * grid, pairs);
-    r.num_splits = quotient((r.number + 1) * grid, pairs) - r.first_cta;
+    r.number = quotient((b + 1) * num_bh - 1, grid);
+    r.first_cta = quotient(r.number * grid, num_bh);
+    r.num_splits = quotient((r.number + 1) * grid, num_bh) - r.first_cta;
     return r;
 }
 
@@ -52,11 +52,11 @@ __device__ __forceinline__ WorkRange estimate_split(const Call& call, int blocks
 // on. Else CTA b gets T b / ctas and the following. `length` is the lane's of the first 32 of `num_pages`.
 __device__ __forceinline__ WorkRange split_kv(const Call& call, const WorkRange& estimate, int blocks,
                                               int length, int lane, int& total, int& ctas) {
-    const int grid = gridDim.x, fewest = estimate.num_splits ? quotient(grid, call.pairs) : 0;
+    const int grid = gridDim.x, fewest = estimate.num_splits ? quotient(grid, call.num_bh) : 0;
     total = (u32)length / 4u;
     int longest = total, quads = lane == estimate.number ? total : 0;
 #pragma unroll 4
-    for (int i = lane + 32; i < call.pairs; i += 32) {
+    for (int i = lane + 32; i < call.num_bh; i += 32) {
         const int own = quads_of(call.num_pages, i);
         total += own;
         longest = max(longest, own);
@@ -86,8 +86,8 @@ __device__ __forceinline__ WorkRange split_kv(const Call& call, const WorkRange&
     bool balanced = blocks == 1;
     int before = 0;
 #pragma unroll 1
-    for (int base = 0; base < call.pairs; base += 32) {
-        const int own = base + lane < call.pairs ? quads_of(call.num_pages, base + lane) : 0;
+    for (int base = 0; base < call.num_bh; base += 32) {
+        const int own = base + lane < call.num_bh ? quads_of(call.num_pages, base + lane) : 0;
         int sum = own * blocks;
 #pragma unroll
         for (int bit = 1; bit < 32; bit *= 2) {
@@ -122,8 +122,8 @@ __device__ __forceinline__ WorkRange split_kv(const Call& call, const WorkRange&
 }
 
 // Where a quad of the list is: its sequence, the (row, KV head) of that, its column in the table.
-struct Place {
-    int number, pair, column;
+struct QuadCoord {
+    int number, bh, column;
 };
 
 // A page of a quad: its index in the pool, its page word but for the count, its count; where the quad is. The
@@ -133,22 +133,22 @@ struct Entry {
     int column, number;
 };
 
-__device__ __forceinline__ Entry entry_at(const Call& call, const Place& place, int page) {
-    const u64 at = (u64)place.pair * call.entries + 4 * place.column + page;
-    return {call.index[at], call.rung[at], call.count[at], place.column, place.number};
+__device__ __forceinline__ Entry entry_at(const Call& call, const QuadCoord& quad, int page) {
+    const u64 at = (u64)quad.bh * call.entries + 4 * quad.column + page;
+    return {call.index[at], call.rung[at], call.count[at], quad.column, quad.number};
 }
 
-// The place of the quad at a position of the whole list, at or after the cursor (number, start, quads). Each
-// lane its own; once in 8 quads, and not worth its instructions elsewhere. `each` is how many a CTA has, or 0
-// if there is one rung. What it needs of the call comes in registers: through a reference it would come from
+// The quad at a position of the whole list, at or after the cursor (number, start, quads). Each lane finds
+// its own; once in 8 quads, and not worth its instructions elsewhere. `each` is how many a CTA has, or 0 if
+// there is one rung. What it needs of the call comes in registers: through a reference it would come from
 // memory.
-__device__ __noinline__ Place find_place(const int* num_pages, int blocks, int each, int position, int number,
-                                         int start, int quads) {
+__device__ __noinline__ QuadCoord find_quad(const int* num_pages, int blocks, int each, int position,
+                                            int number, int start, int quads) {
     while (position >= start + quads) {
         start += quads;
-        quads = quads_of(num_pages, pair_of(++number, blocks));
+        quads = quads_of(num_pages, bh_of(++number, blocks));
     }
-    const int pair = pair_of(number, blocks), p = position - start;
-    if (each == 0) return {number, pair, p};
-    return {number, pair, (int)quad_at(p, quads, min(quads, max(4, 2 * quads / each)))};
+    const int bh = bh_of(number, blocks), p = position - start;
+    if (each == 0) return {number, bh, p};
+    return {number, bh, (int)quad_at(p, quads, min(quads, max(4, 2 * quads / each)))};
 }

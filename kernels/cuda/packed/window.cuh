@@ -12,7 +12,7 @@
 
 // The first position that a row of a sequence sees.
 __device__ __forceinline__ int first_visible(const Call& call, const Sequence& s, int row) {
-    return call.first[s.pair / call.heads_kv] + (s.first_row + row) / call.group - call.left;
+    return call.first[s.bh / call.heads_kv] + (s.first_row + row) / call.group - call.left;
 }
 
 // The same of the rows of a lane.
@@ -38,7 +38,7 @@ __device__ __forceinline__ const uint4* offsets_of(const Rung& rung, u32 index) 
 __device__ __forceinline__ void look_through_window(const Call& call, Entry& entry, int page) {
     const Sequence s = sequence_at(call, entry.number);
     const int first = first_visible(call, s, 0), last = first_visible(call, s, s.rows - 1);
-    const u32 base = (u32)call.base[(u64)s.pair * call.entries + 4 * entry.column + page] << 16;
+    const u32 base = (u32)call.base[(u64)s.bh * call.entries + 4 * entry.column + page] << 16;
     const int count = entry.count, above = first - (int)base;
     if (above > 0xffff) entry.count = 0;
     if (entry.count == 0) return;

@@ -2,7 +2,7 @@
 //
 // `append_tokens` takes the result of packed attention over the stored tokens and finishes it with the new
 // ones, causally, by their log-sum-exp; finds what attention the new tokens got; rotates, quantises and packs
-// them into the open pages of the top rung. Position and place come from the device, so that a captured graph
+// them into the open pages of the top rung. Position and slot come from the device, so that a captured graph
 // goes on where it is.
 //
 // What a step waits for here is latency, so work that depends on nothing is done side by side: each of the
@@ -11,30 +11,30 @@
 // warp.
 //
 // Threads and data
-//   CTA   one (KV head, row) = pair; 16 warps; a vector has VECTOR_WARPS, one for each step that is tried
+//   CTA   one (KV head, row) = bh; 16 warps; a vector has VECTOR_WARPS, one for each step that is tried
 //   vector  0: keys of the new tokens, one after another; 1: values. The first query rows (step, head of the
-//         group) go to the other warps, those that are left to all warps in turn.
+//         group) go to the other warps, those that are left to all warps one after another.
 //   lane  of a vector to be stored: elements lane + 32 j; of a query row: pairs of elements lane + 32 i, and
 //         the score of new token `lane`
-// Memory: shared 16.4 KiB, probabilities of 16 steps of 16 heads for the most part.
+// Memory: shared 16.4 KiB, probabilities of 16 new tokens of 16 heads for the most part.
 //
-// Macros: HEAD_DIM; BF16; TOP_K, TOP_V: widths of the top rung; IN_BLOCKS: whether the ladder has profiles,
-// of which TOP_K is one then, or 16.
+// Macros: HEAD_DIM; BF16; BITS_K, BITS_V: widths of the top rung; IN_BLOCKS: whether the ladder has profiles,
+// of which BITS_K is then one, or 16.
 #include "common/early_launch.cuh"
-#include "pages/places.cuh"
+#include "pages/code_layout.cuh"
 #include "pages/search_blocks.cuh"
 #include "pages/state.cuh"
 
-constexpr int KEY_TRIES = IN_BLOCKS && TOP_K != 16 ? tries_of_profile(TOP_K) : tries_of(TOP_K);
-constexpr int VECTOR_WARPS = KEY_TRIES > tries_of(TOP_V) ? KEY_TRIES : tries_of(TOP_V);  // of a vector
+constexpr int KEY_TRIES = IN_BLOCKS && BITS_K != 16 ? tries_of_profile(BITS_K) : tries_of(BITS_K);
+constexpr int VECTOR_WARPS = KEY_TRIES > tries_of(BITS_V) ? KEY_TRIES : tries_of(BITS_V);  // of a vector
 constexpr int WARPS = 16, FIRST_ROWS = WARPS - 2 * VECTOR_WARPS;
-constexpr int MAX_STEPS = 16, MAX_GROUP = 16;
+constexpr int MAX_NEW = 16, MAX_GROUP = 16;
 constexpr int PAIRS_OF_LANE = (HEAD_DIM / 2 + 31) / 32;
 #define INFINITE __int_as_float(0x7f800000)
 
 // Byte offsets in a record of the top rung.
-constexpr int K_STEPS = key_code_bytes(TOP_K), V_CODES = K_STEPS + step_bytes(TOP_K);
-constexpr int V_STEPS = V_CODES + code_bytes(TOP_V), TAIL = V_STEPS + step_bytes(TOP_V);
+constexpr int K_STEPS = key_code_bytes(BITS_K), V_CODES = K_STEPS + step_bytes(BITS_K);
+constexpr int V_STEPS = V_CODES + code_bytes(BITS_V), TAIL = V_STEPS + step_bytes(BITS_V);
 
 enum Observed { MASS, INVERSE_NORM, ONE };  // what the importance of a new token is
 
@@ -45,27 +45,27 @@ enum Rows { ALL_ROWS, WAITING_ROWS, OTHER_ROWS };
 struct Append {
     LayerState layer;
     NewTokens new_tokens;
-    const u16* q;  // [batch, steps, heads * group, HEAD_DIM] by strides, or null: no queries
-    u16* out;      // [batch, steps, heads * group, HEAD_DIM]: attention over stored tokens
-    float* lse;    // [batch, heads * group, steps], of `out`; both are finished in place
+    const u16* q;  // [batch, num_new, heads * group, HEAD_DIM] by strides, or null: no queries
+    u16* out;      // [batch, num_new, heads * group, HEAD_DIM]: attention over stored tokens
+    float* lse;    // [batch, heads * group, num_new], of `out`; both are finished in place
     long long q_batch, q_step, q_head;
     int group, has_stored, observed;  // has_stored 0: out and lse hold nothing yet
     float scale, softcap;
     int rows;  // one of Rows
 };
 
-// The place of a new token: a record of the arena and a slot in it; no record if there is no room.
+// The slot of a new token: a record of the arena and a slot in it; no record if there is no room.
 struct Slot {
     u8* page;
     int entry, number, position;
 };
 
 __device__ __forceinline__ bool is_valid(const NewTokens& new_tokens, int row, int step) {
-    return !new_tokens.valid || new_tokens.valid[row * new_tokens.steps + step];
+    return !new_tokens.valid || new_tokens.valid[row * new_tokens.num_new + step];
 }
 
 struct NewToken {
-    int pair, row, head, step, start;  // start: the position of step 0
+    int bh, row, head, step, start;  // start: the position of step 0
 };
 
 struct OpenPage {
@@ -73,8 +73,8 @@ struct OpenPage {
     u32 index;
 };
 
-__device__ __forceinline__ OpenPage open_page(const LayerState& s, int pair, int entry) {
-    const u64 at = (u64)pair * s.entries + max(entry, 0);
+__device__ __forceinline__ OpenPage open_page(const LayerState& s, int bh, int entry) {
+    const u64 at = (u64)bh * s.entries + max(entry, 0);
     return {entry, s.count[at], s.base[at], s.index[at]};
 }
 
@@ -99,7 +99,7 @@ __device__ __forceinline__ Slot slot_of(const Append& call, const OpenPage& firs
     return {call.layer.arena + (u64)page.index * UNIT, page.entry, page.count + before - 1,
             at.start + at.step};
 }
-static_assert(OPEN_PAGES == 2 && MAX_STEPS <= PAGE, "a first and a second page");
+static_assert(OPEN_PAGES == 2 && MAX_NEW <= PAGE, "a first and a second page");
 
 // What the warps of a vector tell each other.
 struct alignas(16) Scratch {
@@ -152,7 +152,7 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
     const NewTokens& n = call.new_tokens;
     const u16* from = is_key ? n.k + at.row * n.k_batch + at.step * n.k_step + at.head * n.k_head
                              : n.v + at.row * n.v_batch + at.step * n.v_step + at.head * n.v_head;
-    const int2 open = ((const int2*)call.layer.open)[at.pair];
+    const int2 open = ((const int2*)call.layer.open)[at.bh];
     u32 raw[PER_LANE];
     int shift[PER_LANE];
     float mean[PER_LANE], x[PER_LANE];
@@ -161,17 +161,17 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
         const int channel = lane + 32 * j;
         raw[j] = is_there(lane, j) ? from[channel] : 0;
         const bool framed = is_key && IS_CODED && is_there(lane, j);
-        const u64 of_pair = (u64)at.pair * HEAD_DIM + channel;
-        mean[j] = framed ? __half2float(call.layer.k_mean[of_pair]) : 0.f;
-        shift[j] = framed ? call.layer.k_shift[of_pair] : 0;
+        const u64 of_bh = (u64)at.bh * HEAD_DIM + channel;
+        mean[j] = framed ? __half2float(call.layer.k_mean[of_bh]) : 0.f;
+        shift[j] = framed ? call.layer.k_shift[of_bh] : 0;
     }
 #if IN_BLOCKS
-    Places places;
-    if constexpr (IS_PROFILE) places = is_key ? places_of(call.layer, at.pair, lane) : places_of_values(lane);
-    const int down = IS_CODED ? call.layer.exponent[2 * at.pair + !is_key] : 0;
+    ChannelOrder order;
+    if constexpr (IS_PROFILE) order = is_key ? order_of_keys(call.layer, at.bh, lane) : order_of_values(lane);
+    const int down = IS_CODED ? call.layer.exponent[2 * at.bh + !is_key] : 0;
 #endif
-    const OpenPage first = open_page(call.layer, at.pair, open.x);
-    const OpenPage second = open_page(call.layer, at.pair, open.y);
+    const OpenPage first = open_page(call.layer, at.bh, open.x);
+    const OpenPage second = open_page(call.layer, at.bh, open.y);
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) x[j] = raw_value(raw[j]);
     u32 best = 0, byte = 0, codes[PER_LANE];
@@ -190,7 +190,7 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
 #if IN_BLOCKS
         if constexpr (IS_PROFILE) {
             const Elements elements =
-                rotate_in_blocks(scaled, mean, places, scratch.arranged[rank], is_key, lane);
+                rotate_in_blocks(scaled, mean, order, scratch.arranged[rank], is_key, lane);
             const auto agree = [&](u32 error) {
                 best = best_of<TRIES>(scratch, error, is_key ? 0 : 1, rank, stage, lane);
                 return best;
@@ -246,12 +246,12 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
 
 // Adds queries of tokens that wait to what the frame of their keys is made of, as freeze_means does; a thread
 // has a channel.
-__device__ __forceinline__ void note_queries(const Append& call, int pair, const Slot* slots) {
-    const int row = pair / call.layer.heads, head = pair - row * call.layer.heads;
-    float* const asked = call.layer.asked + (u64)pair * HEAD_DIM + threadIdx.x;
+__device__ __forceinline__ void note_queries(const Append& call, int bh, const Slot* slots) {
+    const int row = bh / call.layer.heads, head = bh - row * call.layer.heads;
+    float* const asked = call.layer.asked + (u64)bh * HEAD_DIM + threadIdx.x;
     float sum = *asked;
 #pragma unroll 1
-    for (int t = 0; t < call.new_tokens.steps; ++t) {
+    for (int t = 0; t < call.new_tokens.num_new; ++t) {
         const int token = PAGE * slots[t].entry + slots[t].number;  // of those that wait; none has a negative
         if (token < ASKING || token >= LAST) continue;
         const u16* q = call.q + row * call.q_batch + t * call.q_step + head * call.group * call.q_head;
@@ -261,15 +261,15 @@ __device__ __forceinline__ void note_queries(const Append& call, int pair, const
     *asked = sum;
 }
 
-// Finishes one query row and leaves the probabilities of the new tokens, [MAX_STEPS]. Padding gets 0, and
+// Finishes one query row and leaves the probabilities of the new tokens, [MAX_NEW]. Padding gets 0, and
 // gives no token any: the log-sum-exp that it leaves is infinite.
 __device__ __forceinline__ void finish_row(const Append& call, int row, int head, int step, int g,
                                            float* probabilities, int lane) {
     const NewTokens& n = call.new_tokens;
     const int heads_q = call.layer.heads * call.group, head_q = head * call.group + g;
     const u32* q = (const u32*)(call.q + row * call.q_batch + step * call.q_step + head_q * call.q_head);
-    u32* out = (u32*)(call.out + (((u64)row * n.steps + step) * heads_q + head_q) * HEAD_DIM);
-    float* lse = call.lse + ((u64)row * heads_q + head_q) * n.steps + step;
+    u32* out = (u32*)(call.out + (((u64)row * n.num_new + step) * heads_q + head_q) * HEAD_DIM);
+    float* lse = call.lse + ((u64)row * heads_q + head_q) * n.num_new + step;
     auto load = [&](const u32* from, u32(&words)[PAIRS_OF_LANE]) {
 #pragma unroll
         for (int i = 0; i < PAIRS_OF_LANE; ++i) {
@@ -326,39 +326,39 @@ __device__ __forceinline__ void finish_row(const Append& call, int row, int head
         out[lane + 32 * i] = counts ? pack_pair(sum[i].x * unit, sum[i].y * unit) : 0;
     }
     if (lane == 0) *lse = !counts ? INFINITE : total == 0.f ? -INFINITE : (origin + __log2f(total)) * LN2;
-    if (lane < MAX_STEPS) probabilities[lane] = counts ? weight : 0.f;
+    if (lane < MAX_NEW) probabilities[lane] = counts ? weight : 0.f;
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     append_tokens(const __grid_constant__ Append call) {
-    __shared__ float probabilities[MAX_STEPS * MAX_GROUP][MAX_STEPS];
-    __shared__ Slot slots[MAX_STEPS];
+    __shared__ float probabilities[MAX_NEW * MAX_GROUP][MAX_NEW];
+    __shared__ Slot slots[MAX_NEW];
     __shared__ Scratch scratches[2];
     const LayerState& layer = call.layer;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, steps = call.new_tokens.steps;
-    const int head = blockIdx.x, row = blockIdx.y, pair = row * layer.heads + head;
-    const int rows = call.q ? steps * call.group : 0, vector = warp / VECTOR_WARPS,
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, num_new = call.new_tokens.num_new;
+    const int head = blockIdx.x, row = blockIdx.y, bh = row * layer.heads + head;
+    const int rows = call.q ? num_new * call.group : 0, vector = warp / VECTOR_WARPS,
               rank = warp % VECTOR_WARPS;
     begin_early();
     if (call.rows != ALL_ROWS && (call.rows == WAITING_ROWS) != (layer.waits[row] != 0)) return;
-    const int start = layer.seqlen[pair];
+    const int start = layer.seqlen[bh];
     if (vector < 2) {
         int stage = 0;
 #pragma unroll 1
-        for (int step = 0; step < steps; ++step) {
+        for (int step = 0; step < num_new; ++step) {
             if (!is_valid(call.new_tokens, row, step)) {
                 if (threadIdx.x == 0) slots[step].entry = -1;
                 continue;
             }
-            const NewToken at = {pair, row, head, step, start};
+            const NewToken at = {bh, row, head, step, start};
             Scratch& scratch = scratches[vector];
-            if (TOP_K == TOP_V || (TOP_K == ALL_OF_8 && TOP_V == 8))
+            if (BITS_K == BITS_V || (BITS_K == ALL_OF_8 && BITS_V == 8))
                 // One copy of the code, for a warp waits for what it has not met yet.
-                store_token<TOP_K>(call, vector == 0, at, slots[step], scratch, rank, stage, lane);
+                store_token<BITS_K>(call, vector == 0, at, slots[step], scratch, rank, stage, lane);
             else if (vector == 0)
-                store_token<TOP_K>(call, true, at, slots[step], scratch, rank, stage, lane);
+                store_token<BITS_K>(call, true, at, slots[step], scratch, rank, stage, lane);
             else
-                store_token<TOP_V>(call, false, at, slots[step], scratch, rank, stage, lane);
+                store_token<BITS_V>(call, false, at, slots[step], scratch, rank, stage, lane);
             stage ^= 1;
         }
     }
@@ -372,10 +372,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     __syncthreads();  // slots and probabilities are whole; nobody looks at counts and length any more
     __syncthreads();  // nothing more: racecheck misses the one before where only one vector's warps met at
                       // its own
-    if (TOP_K == 16 && call.q && layer.waits[row] && threadIdx.x < HEAD_DIM) note_queries(call, pair, slots);
+    if (BITS_K == 16 && call.q && layer.waits[row] && threadIdx.x < HEAD_DIM) note_queries(call, bh, slots);
     if (call.observed == MASS) {
 #pragma unroll 1
-        for (int t = warp; t < steps; t += WARPS) {
+        for (int t = warp; t < num_new; t += WARPS) {
             float mass = 0.f;
 #pragma unroll 1
             for (int r = lane; r < rows; r += 32) mass += probabilities[r][t];
@@ -388,16 +388,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     }
     if (threadIdx.x == 32) {
 #pragma unroll 1
-        for (int t = 0; t < steps; ++t)
+        for (int t = 0; t < num_new; ++t)
             if (slots[t].entry >= 0)
-                layer.count[(u64)pair * layer.entries + slots[t].entry] = (u8)(slots[t].number + 1);
-        layer.seqlen[pair] = start + steps;
+                layer.count[(u64)bh * layer.entries + slots[t].entry] = (u8)(slots[t].number + 1);
+        layer.seqlen[bh] = start + num_new;
     }
 }
 
-// gate: HEAD_DIM=128,64 BF16=1,0 TOP_K=8 TOP_V=8 registers<=96
-// gate: HEAD_DIM=80,256 BF16=1 TOP_K=3 TOP_V=16 registers<=128
-// gate: HEAD_DIM=96 BF16=0 TOP_K=2 TOP_V=4 registers<=96 arch=sm_90a
-// gate: HEAD_DIM=128 BF16=1 TOP_K=16 TOP_V=16 registers<=96
-// gate: HEAD_DIM=128,64 BF16=1 IN_BLOCKS=1 TOP_K=0x8888 TOP_V=8 registers<=96 arch=sm_90a,sm_100a,sm_120a
-// gate: HEAD_DIM=256 BF16=0 IN_BLOCKS=1 TOP_K=0x4422 TOP_V=2 registers<=128 arch=sm_90a
+// gate: HEAD_DIM=128,64 BF16=1,0 BITS_K=8 BITS_V=8 registers<=96
+// gate: HEAD_DIM=80,256 BF16=1 BITS_K=3 BITS_V=16 registers<=128
+// gate: HEAD_DIM=96 BF16=0 BITS_K=2 BITS_V=4 registers<=96 arch=sm_90a
+// gate: HEAD_DIM=128 BF16=1 BITS_K=16 BITS_V=16 registers<=96
+// gate: HEAD_DIM=128,64 BF16=1 IN_BLOCKS=1 BITS_K=0x8888 BITS_V=8 registers<=96 arch=sm_90a,sm_100a,sm_120a
+// gate: HEAD_DIM=256 BF16=0 IN_BLOCKS=1 BITS_K=0x4422 BITS_V=2 registers<=128 arch=sm_90a

@@ -17,31 +17,31 @@
 //
 // Macros: HEAD_DIM; BF16; IN_BLOCKS: whether the ladder has profiles.
 #include "pages/encode.cuh"
-#include "pages/places.cuh"
+#include "pages/code_layout.cuh"
 #include "pages/state.cuh"
 
 constexpr int THREADS = 512, WARPS = THREADS / 32;
-constexpr int V_CODES = code_bytes(16);  // their byte offset in a waiting page
-constexpr int FIRST = 4, FEWEST = 16;    // fewer tokens than FEWEST make the mean 0
-constexpr int MOST_SHIFT = 14;
-constexpr double LEAST = 9., LEAST_ALONE = 64.;                        // ratios of sizes; see key_shift
-constexpr int LEAST_USUAL = -4, END_USUAL = 12, LEAST_OF_SIDE = -100;  // exponents; see exponent_of
-constexpr int WIDEST = IN_BLOCKS ? 0x8888 : 8;                         // of packed keys
+constexpr int V_CODES = code_bytes(16);    // their byte offset in a waiting page
+constexpr int FIRST = 4, MIN_TOKENS = 16;  // fewer tokens than MIN_TOKENS make the mean 0
+constexpr int MAX_SHIFT = 14;
+constexpr double MIN_RATIO = 9., MIN_RATIO_ALONE = 64.;             // ratios of sizes; see key_shift
+constexpr int MIN_USUAL = -4, END_USUAL = 12, MIN_EXPONENT = -100;  // exponents; see side_exponent
+constexpr int WIDEST = IN_BLOCKS ? 0x8888 : 8;                      // of packed keys
 #define INFINITE __longlong_as_double(0x7ff0000000000000)
 
 struct Freeze {
     const LayerState* layer;
-    NewTokens new_tokens;  // of the call; `steps` may be 0
+    NewTokens new_tokens;  // of the call; `num_new` may be 0
     // What the plan is given, by token: `before` waiting ones and the new ones. Without `before` keys,
-    // values, importance and positions are those of `fresh`, without `valid` all rows get their mean.
-    u16 *k, *v;      // [batch][before + steps][heads][HEAD_DIM]
-    u8* valid;       // [batch][before + steps]
-    u8* importance;  // [pairs][before + steps]
-    int* positions;  // [batch][before + steps]
-    const u16* q;    // [batch][steps][num_heads_q][HEAD_DIM] by strides, of the call, or null
+    // values, importance and positions are those of `new_tokens`, without `valid` all rows get their mean.
+    u16 *k, *v;      // [batch][before + num_new][heads][HEAD_DIM]
+    u8* valid;       // [batch][before + num_new]
+    u8* importance;  // [num_bh][before + num_new]
+    int* positions;  // [batch][before + num_new]
+    const u16* q;    // [batch][num_new][num_heads_q][HEAD_DIM] by strides, of the call, or null
     long long q_batch, q_step, q_head;
     int num_heads_q, before, lookahead,
-        force;  // room: tokens that may come until the next call; force: no row waits any longer
+        force;  // lookahead: tokens that may come until the next call; force: no row waits any longer
     const float* mean_factor;  // [HEAD_DIM]: what means are multiplied by; see kvlab/ops/frame.py
 };
 
@@ -49,11 +49,11 @@ struct Freeze {
 // or the first, if the next ones are of another segment.
 struct WaitingTokens {
     const LayerState& s;
-    int first_pair, in_first, in_others;
+    int first_bh, in_first, in_others;
 
-    __device__ WaitingTokens(const LayerState& state, int row) : s(state), first_pair(row * state.heads) {
-        const u8* const count = s.count + (u64)first_pair * s.entries;
-        const bool any = s.waits[row] && s.num_pages[first_pair];
+    __device__ WaitingTokens(const LayerState& state, int row) : s(state), first_bh(row * state.heads) {
+        const u8* const count = s.count + (u64)first_bh * s.entries;
+        const bool any = s.waits[row] && s.num_pages[first_bh];
         in_first = any ? count[0] : 0, in_others = 0;
 #pragma unroll
         for (int page = 1; page < WAITING_PAGES; ++page) in_others += any ? count[page] : 0;
@@ -61,12 +61,12 @@ struct WaitingTokens {
     __device__ int tokens() const { return in_first + in_others; }
     __device__ u8* page(int head, int number) const {
         const u32 record = s.rungs[s.num_rungs].record;
-        return s.waiting + ((u64)(first_pair + head) * WAITING_PAGES + number) * record * UNIT;
+        return s.waiting + ((u64)(first_bh + head) * WAITING_PAGES + number) * record * UNIT;
     }
     __device__ u8* tail(int head, int number) const { return page(head, number) + s.rungs[s.num_rungs].tail; }
     __device__ int page_of(int token) const { return token < in_first ? 0 : 1 + (token - in_first) / PAGE; }
     __device__ int slot_of(int token) const { return token < in_first ? token : (token - in_first) % PAGE; }
-    __device__ int segment_of(int number) const { return s.base[(u64)first_pair * s.entries + number]; }
+    __device__ int segment_of(int number) const { return s.base[(u64)first_bh * s.entries + number]; }
     __device__ int position_of(int token) const {
         const int number = page_of(token);
         return segment_of(number) << 16 | ((const u16*)tail(0, number))[slot_of(token)];
@@ -78,7 +78,7 @@ struct WaitingTokens {
 };
 
 __device__ __forceinline__ bool is_valid(const NewTokens& n, int row, int step) {
-    return !n.valid || n.valid[(u64)row * n.steps + step];
+    return !n.valid || n.valid[(u64)row * n.num_new + step];
 }
 
 // Lists the first LAST valid new tokens of a row and returns how many there are; all threads.
@@ -87,18 +87,18 @@ __device__ int list_valid(const NewTokens& n, int row, int* listed) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int seen = 0;
 #pragma unroll 1
-    for (int first = 0; first < n.steps; first += THREADS) {
+    for (int first = 0; first < n.num_new; first += THREADS) {
         const int step = first + threadIdx.x;
-        const bool valid = step < n.steps && is_valid(n, row, step);
+        const bool valid = step < n.num_new && is_valid(n, row, step);
         const u32 mine = __ballot_sync(ALL_LANES, valid);
         if (lane == 0) counts[warp] = __popc(mine);
         __syncthreads();  // the counts of all warps are there
-        int place = seen + __popc(mine & ((1u << lane) - 1));
+        int rank = seen + __popc(mine & ((1u << lane) - 1));
         for (int w = 0; w < WARPS; ++w) {
-            place += w < warp ? counts[w] : 0;
+            rank += w < warp ? counts[w] : 0;
             seen += counts[w];
         }
-        if (valid && place < LAST) listed[place] = step;
+        if (valid && rank < LAST) listed[rank] = step;
         __syncthreads();  // the counts have been read; the list is whole
     }
     return seen;
@@ -110,7 +110,7 @@ __device__ void fill_arrays(const Freeze& call, const WaitingTokens& waiting, in
     const LayerState& s = waiting.s;
     const NewTokens& n = call.new_tokens;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int total = call.before + n.steps, moving = goes && call.before ? waiting.tokens() : 0;
+    const int total = call.before + n.num_new, moving = goes && call.before ? waiting.tokens() : 0;
 #pragma unroll 1
     for (int i = threadIdx.x; i < total; i += THREADS) {
         const int step = i - call.before;
@@ -130,7 +130,7 @@ __device__ void fill_arrays(const Freeze& call, const WaitingTokens& waiting, in
             call.v[to + channel] = (u16)waiting.element(VALUES, head, token, channel);
         }
         if (lane == 0)
-            call.importance[(u64)(waiting.first_pair + head) * total + token] =
+            call.importance[(u64)(waiting.first_bh + head) * total + token] =
                 waiting.tail(head, waiting.page_of(token))[2 * PAGE + waiting.slot_of(token)];
     }
 }
@@ -144,7 +144,7 @@ __device__ void add_queries(const Freeze& call, const WaitingTokens& waiting, in
 #pragma unroll 1
     for (int i = threadIdx.x; i < s.heads * HEAD_DIM; i += THREADS) {
         const int head = i / HEAD_DIM, channel = i - head * HEAD_DIM;
-        float* const asked = s.asked + (u64)waiting.first_pair * HEAD_DIM + i;
+        float* const asked = s.asked + (u64)waiting.first_bh * HEAD_DIM + i;
         float sum = *asked;
 #pragma unroll 2
         for (int token = max(ASKING, num_waiting); token < end; ++token) {
@@ -166,8 +166,7 @@ __device__ __forceinline__ double wide_power(int exponent) {
 // The exponent of a side of a head, given the bits of its largest finite magnitude.
 __device__ __forceinline__ int side_exponent(u32 largest) {
     const int exponent = (int)(largest >> 23) - 127;
-    return largest == 0 || (exponent >= LEAST_USUAL && exponent < END_USUAL) ? 0
-                                                                             : max(exponent, LEAST_OF_SIDE);
+    return largest == 0 || (exponent >= MIN_USUAL && exponent < END_USUAL) ? 0 : max(exponent, MIN_EXPONENT);
 }
 
 // Orders and gains of a frame in blocks, of AT_ONCE heads.
@@ -183,22 +182,22 @@ struct Blocks {
 
 // Puts the pairs of a head in order, those of most energy first; a thread has a pair.
 template <int AT_ONCE>
-__device__ __forceinline__ void place_pair(Blocks<AT_ONCE>& blocks, int of, int pair) {
+__device__ __forceinline__ void order_pair(Blocks<AT_ONCE>& blocks, int h, int pair) {
     constexpr int HALF = HEAD_DIM / 2, EACH = HALF / 4;  // pairs of a block
-    const double energy = blocks.energies[of][pair];
+    const double energy = blocks.energies[h][pair];
     int before = 0;
     for (int i = 0; i < HALF; ++i)
-        before += blocks.energies[of][i] > energy || (blocks.energies[of][i] == energy && i < pair);
-    const int place = before / EACH * (2 * EACH) + before % EACH;
-    blocks.order[of][place] = (u8)pair, blocks.order[of][place + EACH] = (u8)(pair + HALF);
+        before += blocks.energies[h][i] > energy || (blocks.energies[h][i] == energy && i < pair);
+    const int to = before / EACH * (2 * EACH) + before % EACH;
+    blocks.order[h][to] = (u8)pair, blocks.order[h][to + EACH] = (u8)(pair + HALF);
 }
 
 // The energy of a pair of channels: of its keys, times that of its queries.
 template <int AT_ONCE>
-__device__ __forceinline__ double energy_of(const Blocks<AT_ONCE>& blocks, int of, int pair, double asked,
+__device__ __forceinline__ double energy_of(const Blocks<AT_ONCE>& blocks, int h, int pair, double asked,
                                             double other) {
-    const bool asks = blocks.has_asked[of];
-    const double keys = __dadd_rn(blocks.squares[of][pair], blocks.squares[of][pair + HEAD_DIM / 2]);
+    const bool asks = blocks.has_asked[h];
+    const double keys = __dadd_rn(blocks.squares[h][pair], blocks.squares[h][pair + HEAD_DIM / 2]);
     const double queries = asks ? __dadd_rn(__dmul_rn(asked, asked), __dmul_rn(other, other)) : 2.;
     const double energy = __dmul_rn(keys, queries);
     return energy < INFINITE ? energy : 0.;  // one that is no number neither
@@ -206,14 +205,14 @@ __device__ __forceinline__ double energy_of(const Blocks<AT_ONCE>& blocks, int o
 
 // The sum of squares of a block in its frame, channel after channel.
 template <int AT_ONCE>
-__device__ __forceinline__ double sum_of_block(const Blocks<AT_ONCE>& blocks, int of, int block,
+__device__ __forceinline__ double sum_of_block(const Blocks<AT_ONCE>& blocks, int h, int block,
                                                int exponent) {
     double sum = 0.;
 #pragma unroll 1
     for (int i = 0; i < HEAD_DIM / 4; ++i) {
-        const int channel = blocks.order[of][HEAD_DIM / 4 * block + i];
-        sum = __dadd_rn(sum, __dmul_rn(blocks.squares[of][channel],
-                                       wide_power(-2 * (blocks.shifts[of][channel] + exponent))));
+        const int channel = blocks.order[h][HEAD_DIM / 4 * block + i];
+        sum = __dadd_rn(sum, __dmul_rn(blocks.squares[h][channel],
+                                       wide_power(-2 * (blocks.shifts[h][channel] + exponent))));
     }
     return sum;
 }
@@ -231,7 +230,7 @@ __device__ __forceinline__ float gain_of(const double (&sums)[4], int block, int
         if (i == block) own = root;
     }
     const double gain = 16. / fmax(own, largest / 256.);
-    const long long bits = __double_as_longlong(gain <= wide_power(-LEAST_OF_SIDE) ? gain : 1.),
+    const long long bits = __double_as_longlong(gain <= wide_power(-MIN_EXPONENT) ? gain : 1.),
                     ones = (1ll << 52) - 1;
     const __half part = __double2half(__longlong_as_double((bits & ones) | 1022ll << 52));
     return ldexpf(__half2float(part), (int)(bits >> 52) - 1022);
@@ -256,14 +255,14 @@ __device__ void take_frames(const Freeze& call, const WaitingTokens& waiting, in
     const LayerState& s = waiting.s;
     const NewTokens& n = call.new_tokens;
     const int num_waiting = waiting.tokens(), end = min(LAST, num_waiting + seen);
-    const bool counts = end - FIRST >= FEWEST;
+    const bool counts = end - FIRST >= MIN_TOKENS;
     bool narrow = true;
     for (int rung = 0; rung < s.num_rungs; ++rung) narrow = narrow && s.rungs[rung].bits_k != WIDEST;
 #pragma unroll 1
     for (int first = 0; first < s.heads; first += AT_ONCE) {
-        const int of = threadIdx.x / HEAD_DIM, channel = threadIdx.x % HEAD_DIM, head = first + of;
-        const bool there = of < AT_ONCE && head < s.heads;
-        const u64 place = (u64)(waiting.first_pair + head) * HEAD_DIM + channel;
+        const int h = threadIdx.x / HEAD_DIM, channel = threadIdx.x % HEAD_DIM, head = first + h;
+        const bool there = h < AT_ONCE && head < s.heads;
+        const u64 at = (u64)(waiting.first_bh + head) * HEAD_DIM + channel;
         const auto element = [&](Side side, const u16* x, long long step, int token) {
             return raw_value(token < num_waiting ? waiting.element(side, head, token, channel)
                                                  : x[listed[token - num_waiting] * step]);
@@ -285,15 +284,15 @@ __device__ void take_frames(const Freeze& call, const WaitingTokens& waiting, in
                 of_keys = max(of_keys, finite_size(element(KEYS, k, n.k_step, token)));
                 of_values = max(of_values, finite_size(element(VALUES, v, n.v_step, token)));
             }
-            atomicMax(&blocks.largest[of][KEYS], of_keys);
-            atomicMax(&blocks.largest[of][VALUES], of_values);
-            if (s.asked[place] > 0.f) blocks.has_asked[of] = 1;
+            atomicMax(&blocks.largest[h][KEYS], of_keys);
+            atomicMax(&blocks.largest[h][VALUES], of_values);
+            if (s.asked[at] > 0.f) blocks.has_asked[h] = 1;
         }
         __syncthreads();  // the largest elements are known
-        const int exponent = there ? side_exponent(blocks.largest[of][KEYS]) : 0;
+        const int exponent = there ? side_exponent(blocks.largest[h][KEYS]) : 0;
         if (there && channel < 2)
-            s.exponent[2 * (waiting.first_pair + head) + channel] =
-                (signed char)side_exponent(blocks.largest[of][channel]);
+            s.exponent[2 * (waiting.first_bh + head) + channel] =
+                (signed char)side_exponent(blocks.largest[h][channel]);
 #else
         constexpr int exponent = 0;
 #endif
@@ -307,13 +306,13 @@ __device__ void take_frames(const Freeze& call, const WaitingTokens& waiting, in
             if (narrow && mean != 0. && !(mean * mean <= 2. * mean * key(0))) mean = 0.;
             if (IN_BLOCKS) mean *= wide_power(-exponent);
             const __half rounded = __double2half(fabs(mean) <= 65504. ? mean : 0.);
-            s.k_mean[place] = rounded;
+            s.k_mean[at] = rounded;
             mean = (double)__half2float(rounded);
             if (IN_BLOCKS) mean *= wide_power(exponent);
             double size = 0.;
 #pragma unroll 4
             for (int token = FIRST; token < end; ++token) size += fabs(key(token) - mean);
-            sizes[of][channel] = size, energies[of][channel] = s.asked[place];
+            sizes[h][channel] = size, energies[h][channel] = s.asked[at];
 #if IN_BLOCKS
             double squares = 0.;
 #pragma unroll 4
@@ -321,7 +320,7 @@ __device__ void take_frames(const Freeze& call, const WaitingTokens& waiting, in
                 const double off = key(token) - mean;
                 squares = __dadd_rn(squares, __dmul_rn(off, off));
             }
-            blocks.squares[of][channel] = squares;
+            blocks.squares[h][channel] = squares;
 #endif
         }
         if (threadIdx.x < AT_ONCE) has_queries[threadIdx.x] = 0;
@@ -329,48 +328,48 @@ __device__ void take_frames(const Freeze& call, const WaitingTokens& waiting, in
         const bool leads = there && channel < HALF;
         double size = 0., energy = 0.;
         if (leads) {
-            size = sizes[of][channel] + sizes[of][channel + HALF];
-            energy = energies[of][channel] + energies[of][channel + HALF];
-            if (energy > 0.) has_queries[of] = 1;
+            size = sizes[h][channel] + sizes[h][channel + HALF];
+            energy = energies[h][channel] + energies[h][channel + HALF];
+            if (energy > 0.) has_queries[h] = 1;
 #if IN_BLOCKS
-            blocks.energies[of][channel] =
-                counts ? energy_of(blocks, of, channel, energies[of][channel], energies[of][channel + HALF])
+            blocks.energies[h][channel] =
+                counts ? energy_of(blocks, h, channel, energies[h][channel], energies[h][channel + HALF])
                        : 0.;
 #endif
         }
         __syncthreads();  // sizes of channels have been read, and all queries been seen
-        const bool asks = leads && has_queries[of];
+        const bool asks = leads && has_queries[h];
         if (asks) size /= energy;
         if (!(size < INFINITE)) size = INFINITE;
-        if (leads) sizes[of][channel] = size;
+        if (leads) sizes[h][channel] = size;
         __syncthreads();  // those of pairs are there
         if (leads) {
             int below = 0;
             for (int i = 0; i < HALF; ++i)
-                below += sizes[of][i] < size || (sizes[of][i] == size && i < channel);
-            if (below == (HALF - 1) / 2) middle[of] = size;
+                below += sizes[h][i] < size || (sizes[h][i] == size && i < channel);
+            if (below == (HALF - 1) / 2) middle[h] = size;
         }
         __syncthreads();  // the median is there
         if (leads) {
-            double ratio = size / middle[of];
+            double ratio = size / middle[h];
             if (!asks) ratio = __dmul_rn(ratio, ratio) / 4.;
-            const bool large = counts && ratio >= (asks ? LEAST : LEAST_ALONE) && ratio < INFINITE;
+            const bool large = counts && ratio >= (asks ? MIN_RATIO : MIN_RATIO_ALONE) && ratio < INFINITE;
             const int orders = (int)(__double_as_longlong(ratio) >> 52) - 1022;  // floor(log2(2 ratio))
-            const u8 shift = large ? (u8)min(orders >> 1, MOST_SHIFT) : 0;
-            s.k_shift[place] = s.k_shift[place + HALF] = shift;
+            const u8 shift = large ? (u8)min(orders >> 1, MAX_SHIFT) : 0;
+            s.k_shift[at] = s.k_shift[at + HALF] = shift;
 #if IN_BLOCKS
-            blocks.shifts[of][channel] = blocks.shifts[of][channel + HALF] = shift;
-            place_pair(blocks, of, channel);
+            blocks.shifts[h][channel] = blocks.shifts[h][channel + HALF] = shift;
+            order_pair(blocks, h, channel);
 #endif
         }
 #if IN_BLOCKS
         __syncthreads();  // shifts and the order are there
-        if (there) s.k_order[place] = blocks.order[of][channel];
-        if (there && channel < 4) blocks.sums[of][channel] = sum_of_block(blocks, of, channel, exponent);
+        if (there) s.k_order[at] = blocks.order[h][channel];
+        if (there && channel < 4) blocks.sums[h][channel] = sum_of_block(blocks, h, channel, exponent);
         __syncthreads();  // sums of blocks are there
         if (there && channel < 4)
-            s.k_gain[4 * (waiting.first_pair + head) + channel] =
-                gain_of(blocks.sums[of], channel, counts ? end - FIRST : end, !counts);
+            s.k_gain[4 * (waiting.first_bh + head) + channel] =
+                gain_of(blocks.sums[h], channel, counts ? end - FIRST : end, !counts);
 #endif
     }
 }
@@ -383,8 +382,8 @@ __device__ void keep_tokens(const NewTokens& n, const WaitingTokens& waiting, in
 #pragma unroll 1
     for (int i = warp; i < seen * s.heads; i += WARPS) {
         const int token = i / s.heads, head = i - token * s.heads, step = listed[token];
-        const int place = waiting.tokens() + token, slot = place % PAGE;
-        u8* const page = waiting.page(head, place / PAGE);
+        const int to = waiting.tokens() + token, slot = to % PAGE;
+        u8* const page = waiting.page(head, to / PAGE);
         const u16* k = n.k + row * n.k_batch + step * n.k_step + head * n.k_head;
         const u16* v = n.v + row * n.v_batch + step * n.v_step + head * n.v_head;
 #pragma unroll 1
@@ -393,9 +392,9 @@ __device__ void keep_tokens(const NewTokens& n, const WaitingTokens& waiting, in
             write_code<16>(page + V_CODES, element_at(VALUES, slot, channel), v[channel]);
         }
         if (lane == 0) {
-            u8* const tail = waiting.tail(head, place / PAGE);
+            u8* const tail = waiting.tail(head, to / PAGE);
             ((u16*)tail)[slot] = (u16)(n.first + step);
-            tail[2 * PAGE + slot] = n.importance[(u64)(waiting.first_pair + head) * n.steps + step];
+            tail[2 * PAGE + slot] = n.importance[(u64)(waiting.first_bh + head) * n.num_new + step];
         }
     }
 }
@@ -410,7 +409,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) freeze_means(const __gr
     const int tokens = waiting.tokens() + seen;
     // Positions of a page share their upper bits, so the tokens of a row do not wait beyond a border of
     // these.
-    const int next = (n.first + n.steps) >> 16, last = (n.first + n.steps + max(call.lookahead, 1) - 1) >> 16;
+    const int next = (n.first + n.num_new) >> 16,
+              last = (n.first + n.num_new + max(call.lookahead, 1) - 1) >> 16;
     const int first = waiting.tokens() ? waiting.segment_of(0) : seen ? (n.first + listed[0]) >> 16 : last;
     const bool goes = waits && (call.force || tokens >= LAST || first != last);
     if (call.valid) fill_arrays(call, waiting, row, goes, waits);
@@ -420,12 +420,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) freeze_means(const __gr
     __syncthreads();  // tables have been read
 #pragma unroll 1
     for (int i = threadIdx.x; i < s.heads; i += THREADS) {
-        const int pair = waiting.first_pair + i;
-        const u64 at = (u64)pair * s.entries;
-        if (n.steps) s.seqlen[pair] = n.first + n.steps;
+        const int bh = waiting.first_bh + i;
+        const u64 at = (u64)bh * s.entries;
+        if (n.num_new) s.seqlen[bh] = n.first + n.num_new;
         if (!waits) continue;
-        s.num_pages[pair] = goes ? 0 : WAITING_ENTRIES;
-        for (int i = 0; i < OPEN_PAGES; ++i) s.open[pair * OPEN_PAGES + i] = goes ? -1 : tokens / PAGE + i;
+        s.num_pages[bh] = goes ? 0 : WAITING_ENTRIES;
+        for (int i = 0; i < OPEN_PAGES; ++i) s.open[bh * OPEN_PAGES + i] = goes ? -1 : tokens / PAGE + i;
         if (goes) continue;
         for (int page = 0; page < WAITING_ENTRIES; ++page) {
             s.rung[at + page] = (u8)s.num_rungs;
@@ -444,10 +444,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) crop_rows(const LayerState
     const bool waits = s.waits[row];
 #pragma unroll 1
     for (int i = threadIdx.x; i < s.heads * WAITING_PAGES; i += THREADS) {
-        const int pair = row * s.heads + i / WAITING_PAGES, page = i % WAITING_PAGES;
-        if (page == 0) s.seqlen[pair] = seqlen;
-        if (!waits || s.num_pages[pair] == 0) continue;
-        const u64 at = (u64)pair * s.entries + page;
+        const int bh = row * s.heads + i / WAITING_PAGES, page = i % WAITING_PAGES;
+        if (page == 0) s.seqlen[bh] = seqlen;
+        if (!waits || s.num_pages[bh] == 0) continue;
+        const u64 at = (u64)bh * s.entries + page;
         const u8* tail = s.arena + (u64)s.index[at] * UNIT + s.rungs[s.num_rungs].tail;
         int count = s.count[at];
         while (count && (s.base[at] << 16 | ((const u16*)tail)[count - 1]) >= seqlen) --count;

@@ -1,22 +1,22 @@
 // Raw rows of a page of keys in the order of their blocks: LayerState::k_order.
 //
-// Rows lie token by token, and an element is half a word, so no lane could take its pair of places at once.
-// They are turned instead: written channel by channel to where they lay, 32 bytes each, which ldmatrix reads
-// back as the fragments of tiles, a channel an address. The 16 bytes of eight tokens are exchanged in every
-// other four channels, so that those of eight neighbours lie in different banks.
+// Rows lie token by token, and an element is half a word, so no lane could take its pair of positions at
+// once. They are turned instead: written channel by channel to where they lay, 32 bytes each, which ldmatrix
+// reads back as the fragments of tiles, a channel an address. The 16 bytes of eight tokens are exchanged in
+// every other four channels, so that those of eight neighbours lie in different banks.
 #pragma once
 
 #include "common/words.cuh"
 
-// Where the channel of each place lies among turned rows, in bytes, the first eight tokens and the others: a
-// lane needs the TILES of a row of one of these.
+// Where the channel of each position lies among turned rows, in bytes, the first eight tokens and the others:
+// a lane needs the TILES of a row of one of these.
 struct alignas(16) Order {
     u32 offsets[2][16][HEAD_DIM / 16];
 
-    __device__ __forceinline__ void put(u32 place, u32 channel) {
+    __device__ __forceinline__ void put(u32 position, u32 channel) {
         const u32 offset = 32 * channel + channel % 8 / 4 * 16;
-        offsets[0][place % 16][place / 16] = offset;
-        offsets[1][place % 16][place / 16] = offset ^ 16;
+        offsets[0][position % 16][position / 16] = offset;
+        offsets[1][position % 16][position / 16] = offset ^ 16;
     }
 };
 

@@ -24,13 +24,13 @@ constexpr int WARPS = HEAD_DIM > 128          ? 8
                       : __CUDA_ARCH__ >= 1200 ? 12   // which fill shared memory
                                               : 16;  // fewer where shared memory is less
 constexpr int PAGES = 4, SLOTS = PAGES * PAGE;       // of pages that a warp takes together
-constexpr int LONG = 4;  // turns of all warps from which on CTAs share a list page by page; else by parts
+constexpr int LONG = 4;  // rounds of all warps from which on CTAs share a list page by page; else by parts
 
 struct alignas(16) Pages {
     int steps[SLOTS];           // by page and row: which of the new tokens it is
     u8* codes[2][PAGES];        // of keys and of values; their steps are behind them
-    const u16* from[2][PAGES];  // key and value of step 0 of their pairs
-    u32 pairs[PAGES];
+    const u16* from[2][PAGES];  // key and value of step 0 of their bh
+    u32 bh[PAGES];
 #if IN_BLOCKS
     u16 bits[2][PAGES];
     signed char exponents[2][PAGES];
@@ -55,10 +55,10 @@ struct alignas(128) WarpSpace {
     u32 ahead[PAGES + 1];       // where the moves of the pages after that begin and end
     int number, pages;          // of the first of these pages; where those of the CTA end
     int stride;                 // from these pages to the next
-    int full, rest;             // where the last turn begins, in which a warp takes `rest` pages
+    int full, rest;             // where the last round begins, in which a warp takes `rest` pages
     Pages pages_of[2];          // these and the next, by stages
 
-    // The first of the pages from `number` on, and how many they are: in the last turn all warps have as
+    // The first of the pages from `number` on, and how many they are: in the last round all warps have as
     // many.
     __device__ __forceinline__ int first(int number) const {
         return number < full ? number : full + (number - full) / PAGES * rest;
@@ -99,33 +99,32 @@ __device__ __forceinline__ void look_ahead(const MoveList& list, int number, War
                         list.begins + space.first(number) + min((int)lane, space.count(number)));
 }
 
-// The place of move i of this lane among all moves, or none: the i-th page of a half of the warp.
-__device__ __forceinline__ bool find_move(const WarpSpace& space, int i, u32 lane, u32& place) {
+// The index of move i of this lane among all moves, or none: the i-th page of a half of the warp.
+__device__ __forceinline__ bool find_move(const WarpSpace& space, int i, u32 lane, u32& index) {
     const u32 page = 2 * i + lane / PAGE;
-    place = space.ahead[page] + lane % PAGE;
-    return place < space.ahead[page + 1];
+    index = space.ahead[page] + lane % PAGE;
+    return index < space.ahead[page + 1];
 }
 
 // Asks for the moves of pages, of which space.ahead says where they are.
 __device__ __forceinline__ void ask_for_moves(const MoveList& list, WarpSpace& space, u32 lane) {
 #pragma unroll
     for (int i = 0; i < SLOTS / 32; ++i) {
-        u32 place;
-        if (find_move(space, i, lane, place)) copy_async(space.moves + lane + 32 * i, list.moves + place);
+        u32 index;
+        if (find_move(space, i, lane, index)) copy_async(space.moves + lane + 32 * i, list.moves + index);
     }
 }
 
-// Asks for the frame of the keys of a pair: its mean goes where the sums go, its order where that of turned
+// Asks for the frame of the keys of a bh: its mean goes where the sums go, its order where that of turned
 // rows goes.
-__device__ __forceinline__ void ask_for_frame(const LayerState& s, u32 pair, Frame& frame, u32 lane) {
-    if (lane < HEAD_DIM / 8)
-        copy_async((uint4*)frame.sums + lane, s.k_mean + (u64)pair * HEAD_DIM + 8 * lane);
+__device__ __forceinline__ void ask_for_frame(const LayerState& s, u32 bh, Frame& frame, u32 lane) {
+    if (lane < HEAD_DIM / 8) copy_async((uint4*)frame.sums + lane, s.k_mean + (u64)bh * HEAD_DIM + 8 * lane);
     if (lane < HEAD_DIM / 16)
-        copy_async((uint4*)frame.shifts + lane, s.k_shift + (u64)pair * HEAD_DIM + 16 * lane);
+        copy_async((uint4*)frame.shifts + lane, s.k_shift + (u64)bh * HEAD_DIM + 16 * lane);
 #if IN_BLOCKS
     if (lane < HEAD_DIM / 16)
-        copy_async((uint4*)&frame.order + lane, s.k_order + (u64)pair * HEAD_DIM + 16 * lane);
-    if (lane == 0) copy_async(frame.gain, s.k_gain + KEY_BLOCKS * pair);
+        copy_async((uint4*)&frame.order + lane, s.k_order + (u64)bh * HEAD_DIM + 16 * lane);
+    if (lane == 0) copy_async(frame.gain, s.k_gain + KEY_BLOCKS * bh);
 #endif
 }
 
@@ -152,17 +151,16 @@ __device__ __forceinline__ void prepare(const LayerState& s, const NewTokens& ne
     if (lane < count) {
         const Move first = (const Move&)space.moves[PAGE * lane];
         const CacheRung& rung = s.rungs[first.to_rung];
-        const u32 pair = first.from, batch = pair / s.heads, head = pair - batch * s.heads;
+        const u32 bh = first.from, batch = bh / s.heads, head = bh - batch * s.heads;
         u8* const record = s.arena + (u64)first.to * UNIT;
         pages.codes[KEYS][lane] = record;
         pages.codes[VALUES][lane] = record + key_code_bytes(rung.bits_k) + step_bytes(rung.bits_k);
         pages.from[KEYS][lane] = new_tokens.k + batch * new_tokens.k_batch + head * new_tokens.k_head;
         pages.from[VALUES][lane] = new_tokens.v + batch * new_tokens.v_batch + head * new_tokens.v_head;
-        pages.pairs[lane] = pair;
+        pages.bh[lane] = bh;
         pages.bits[KEYS][lane] = rung.bits_k, pages.bits[VALUES][lane] = rung.bits_v;
 #if IN_BLOCKS
-        for (int side = KEYS; side <= VALUES; ++side)
-            pages.exponents[side][lane] = s.exponent[2 * pair + side];
+        for (int side = KEYS; side <= VALUES; ++side) pages.exponents[side][lane] = s.exponent[2 * bh + side];
 #endif
     }
     if (lane == 0) pages.count = count;
@@ -170,16 +168,16 @@ __device__ __forceinline__ void prepare(const LayerState& s, const NewTokens& ne
 #pragma unroll
     for (int i = 0; i < SLOTS / 32; ++i) {
         Detail& detail = (Detail&)space.moves[lane + 32 * i];
-        u32 place;
+        u32 index;
         detail.tail = nullptr;
-        if (!find_move(space, i, lane, place)) continue;
-        const u32 pair = move[i].from, batch = pair / s.heads;
-        const int slot = move[i].to_slot, step = (int)(move[i].token - batch * new_tokens.steps);
+        if (!find_move(space, i, lane, index)) continue;
+        const u32 bh = move[i].from, batch = bh / s.heads;
+        const int slot = move[i].to_slot, step = (int)(move[i].token - batch * new_tokens.num_new);
         pages.steps[(2 * i + lane / PAGE) * PAGE + row_of(slot)] = step;
         detail.tail = s.arena + (u64)move[i].to * UNIT + s.rungs[move[i].to_rung].tail;
         detail.slot = (u8)slot;
         detail.position = (u16)(new_tokens.first + step);
-        const u64 at = (u64)new_tokens.importance + (u64)pair * new_tokens.steps + step;
+        const u64 at = (u64)new_tokens.importance + (u64)bh * new_tokens.num_new + step;
         detail.importance_shift = (u8)(at % 4 * 8);
         copy_word_async(&detail.importance, (const void*)(at & ~3ull));
     }
@@ -198,29 +196,29 @@ __device__ __forceinline__ void store_details(const WarpSpace& space, u32 lane) 
     }
 }
 
-// Asks for this lane's parts of rows TURN to TURNS - 1, of 16 bytes, given that of step 0; `apart`: bytes
+// Asks for this lane's parts of rows ROUND to ROUNDS - 1, of 16 bytes, given that of step 0; `apart`: bytes
 // from one step to the next.
-template <int TURN, int TURNS>
+template <int ROUND, int ROUNDS>
 __device__ __forceinline__ void ask_for_parts(u32 to, const u8* from, u32 apart, const int* steps) {
-    if constexpr (TURN < TURNS) {
+    if constexpr (ROUND < ROUNDS) {
         u64 at;  // asked for like this, or the compiler multiplies by the upper half of `apart` as well
-        asm("mul.wide.u32 %0, %1, %2;" : "=l"(at) : "r"(steps[TURN]), "r"(apart));
-        copy_async<TURN * ROW_BYTES>(to ^ 16 * (TURN % 8), from + at);
-        ask_for_parts<TURN + 1, TURNS>(to, from, apart, steps);
+        asm("mul.wide.u32 %0, %1, %2;" : "=l"(at) : "r"(steps[ROUND]), "r"(apart));
+        copy_async<ROUND * ROW_BYTES>(to ^ 16 * (ROUND % 8), from + at);
+        ask_for_parts<ROUND + 1, ROUNDS>(to, from, apart, steps);
     }
 }
 
 // Asks for the raw vectors of a page, given its steps.
 __device__ __forceinline__ void ask_for_rows(const u16* of_step_0, u32 apart, const int* steps,
                                              WarpSpace& space, u32 lane) {
-    constexpr int PARTS = HEAD_DIM / 8, OF_ROW = PARTS <= 8 ? 8 : PARTS <= 16 ? 16 : 32, TURNS = OF_ROW / 2;
-    const int first = lane / OF_ROW * TURNS, part = lane % OF_ROW;
+    constexpr int PARTS = HEAD_DIM / 8, OF_ROW = PARTS <= 8 ? 8 : PARTS <= 16 ? 16 : 32, ROUNDS = OF_ROW / 2;
+    const int first = lane / OF_ROW * ROUNDS, part = lane % OF_ROW;
     if (PARTS < OF_ROW && part >= PARTS) return;
-    int step[TURNS];
+    int step[ROUNDS];
 #pragma unroll
-    for (int i = 0; i < TURNS; i += 4) (int4&)step[i] = *(const int4*)(steps + first + i);
-    ask_for_parts<0, TURNS>(shared_address(space.rows) + Rows::at(first, 8 * part),
-                            (const u8*)of_step_0 + 16 * part, apart, step);
+    for (int i = 0; i < ROUNDS; i += 4) (int4&)step[i] = *(const int4*)(steps + first + i);
+    ask_for_parts<0, ROUNDS>(shared_address(space.rows) + Rows::at(first, 8 * part),
+                             (const u8*)of_step_0 + 16 * part, apart, step);
 }
 
 // Stores the steps of a page, of this lane's row the one with that byte, behind codes of so many bytes.
@@ -285,8 +283,8 @@ extern "C" __global__ void BOUNDS write_prefill(const LayerState* __restrict__ l
         const MoveList& list = lists[blockIdx.y];
         if (blockIdx.x == 0)
             for (int i = threadIdx.x; i < s.batch * s.heads; i += blockDim.x)
-                s.seqlen[i] = new_tokens.first + new_tokens.steps;
-        // CTAs share a list turn by turn; where each profile has code of its own, parts of a short one.
+                s.seqlen[i] = new_tokens.first + new_tokens.num_new;
+        // CTAs share a list round by round; where each profile has code of its own, parts of a short one.
         const int groups = *list.num_groups, warps = blockDim.x / 32;
         const u64 all = (groups + PAGES - 1) / PAGES;
         const bool in_parts = IN_BLOCKS && all <= (u64)LONG * gridDim.x * warps;
@@ -323,9 +321,9 @@ extern "C" __global__ void BOUNDS write_prefill(const LayerState* __restrict__ l
             for (int page = 0; page < pages.count; ++page) {
                 const u32 lane = lane_again();
                 wait_own_copies();
-                if (side == KEYS && (page == 0 || pages.pairs[page] != pages.pairs[page - 1])) {
+                if (side == KEYS && (page == 0 || pages.bh[page] != pages.bh[page - 1])) {
                     if (page) {
-                        ask_for_frame(layers[layer_again()], pages.pairs[page], space.frame, lane);
+                        ask_for_frame(layers[layer_again()], pages.bh[page], space.frame, lane);
                         wait_own_copies();
                     }
                     complete_frame((const __half*)space.frame.sums, space.frame, lane);

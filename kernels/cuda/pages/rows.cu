@@ -2,15 +2,15 @@
 //
 // Row i of the layers `to` becomes row rows[i] of the layers `from`. In place, `from` are the same layers
 // with copies of their tables, and a row that is wanted keeps its pages: origins[i] is -1 then. Other rows
-// get a copy of the pages of row origins[i] of the layers `sources`, at places that nobody holds.
+// get a copy of the pages of row origins[i] of the layers `sources`, where nobody holds pages.
 //
 // take_rows     grid (1, layers): a block counts the pages of each rung that are wanted. Kept pages beyond
-//               that number move to free places below it (move_kept carries it out), so that numbers have no
+//               that number move to free numbers below it (move_kept carries it out), so that numbers have no
 //               gaps; then slabs are given back and taken, and a warp writes the table of a (row, KV head).
 //               Shared: 5 KB.
 // move_kept     grid (blocks, layers): a warp copies a page.
 // gather_pages  grid (blocks, layers): a warp copies 16 pages, and those of tokens that wait, which have
-//               fixed places, from `from`. Warps of rows that get the same pages are neighbours.
+//               fixed free_numbers, from `from`. Warps of rows that get the same pages are neighbours.
 // clear_free    grid (blocks, layers): a block writes zeros over a slab without pages, or over the rest of
 // one.
 #include "common/pairs.cuh"
@@ -25,7 +25,7 @@ struct Rows {
     const int* rows;     // [batch of `to`]
     const int* origins;  // [batch of `to`]
     const int* kept;     // [batch of `from`]: whether a row keeps its pages
-    u32* places;         // [layers][capacity]: numbers that are free, rung by rung
+    u32* free_numbers;   // [layers][capacity]: numbers that are free, rung by rung
     PageCopy* copies;    // [layers][capacity]: kept pages that move
     int* num_copies;     // [layers]
     int capacity, head_dim;
@@ -79,7 +79,7 @@ __device__ __forceinline__ void visit_table(const LayerState& s, int bh, int* co
 // Finds the free numbers of a rung below `want`, and moves kept pages with numbers beyond to the first of
 // them; returns how many pages move. All threads.
 __device__ int close_rung(const Rows& call, const LayerState& f, const LayerState& s, int r, int want,
-                          u32* places, PageCopy* copies) {
+                          u32* free_numbers, PageCopy* copies) {
     const u32 row_entries = (u32)(f.heads * f.entries);
     const u32* const entry_of = s.entry_of + (u64)r * s.max_pages;
     const int used = s.used[r];
@@ -91,7 +91,7 @@ __device__ int close_rung(const Rows& call, const LayerState& f, const LayerStat
         const int number = first + threadIdx.x;
         const bool free = number < want && !is_kept(number);
         const int at = found + count_before(free, all);
-        if (free) places[at] = number;
+        if (free) free_numbers[at] = number;
         found += all;
     }
     for (int first = want; first < used; first += TABLE_THREADS) {
@@ -99,7 +99,7 @@ __device__ int close_rung(const Rows& call, const LayerState& f, const LayerStat
         const bool moves = is_kept(number);
         const int at = moved + count_before(moves, all);
         if (moves) {
-            const u32 address = page_address(s, r, places[at]);
+            const u32 address = page_address(s, r, free_numbers[at]);
             copies[at] = {page_address(s, r, number), address, s.rungs[r].record, 0};
             f.index[entry_of[number]] = address;
         }
@@ -144,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS, 1) take_rows(const _
     __shared__ int counts[TABLE_WARPS][CACHE_RUNGS + 1], want[CACHE_RUNGS], next[CACHE_RUNGS];
     const LayerState &f = call.from[blockIdx.y], &s = call.to[blockIdx.y];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, all_bh = s.batch * s.heads;
-    u32* const places = call.places + (u64)blockIdx.y * call.capacity;
+    u32* const free_numbers = call.free_numbers + (u64)blockIdx.y * call.capacity;
     PageCopy* const copies = call.copies + (u64)blockIdx.y * call.capacity;
     const auto source_of = [&](int bh) { return call.rows[bh / s.heads] * s.heads + bh % s.heads; };
     const auto nothing = [](int, int, u32, int) {};
@@ -157,11 +157,11 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS, 1) take_rows(const _
     if (lane < s.num_rungs) atomicAdd(&want[lane], counts[warp][lane]);
     __syncthreads();  // all pages are counted
 
-    int moved = 0, first_place = 0;
+    int moved = 0, first_free = 0;
     for (int r = 0; r < s.num_rungs; ++r) {
-        const int own = close_rung(call, f, s, r, want[r], places + first_place, copies + moved);
-        if (threadIdx.x == 0) next[r] = first_place + own;
-        first_place += want[r];
+        const int own = close_rung(call, f, s, r, want[r], free_numbers + first_free, copies + moved);
+        if (threadIdx.x == 0) next[r] = first_free + own;
+        first_free += want[r];
         moved += own;
     }
     if (threadIdx.x == 0) call.num_copies[blockIdx.y] = moved;
@@ -196,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS, 1) take_rows(const _
                 const u64 page = (u64)(bh * WAITING_PAGES + entry) * s.rungs[r].record;
                 address = (u32)((s.waiting - s.arena) / UNIT + page);
             } else if (copied && is_page) {
-                address = page_address(s, r, places[place]);
+                address = page_address(s, r, free_numbers[place]);
             }
             s.rung[to + entry] = (u8)r;
             s.count[to + entry] = f.count[from + entry];

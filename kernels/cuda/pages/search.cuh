@@ -72,7 +72,8 @@ __device__ __forceinline__ void add_and_subtract(u32 (&x)[PER_LANE], u32 too_muc
     }
 }
 
-// A rotated vector: numbers times 2^24 `factor` are its elements. If it is not fine, the rest means nothing.
+// A rotated vector: numbers times 2^24 `factor` are its elements. Unless it is finite, the rest means
+// nothing.
 struct Rotated {
     u32 numbers[PAIRS];  // of elements j = 2 i, 2 i + 1
     float factor, largest;

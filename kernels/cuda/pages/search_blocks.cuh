@@ -2,7 +2,7 @@
 // kvlab/reference/blocks.py; and values of 8 bits, which the same code takes: they stay in their order and
 // are one block.
 //
-// A lane has places lane + 32 j. Elements are numbers times what their block is multiplied by, in float32,
+// A lane has positions lane + 32 j. Elements are numbers times what their block is multiplied by, in float32,
 // where they are exact.
 #pragma once
 
@@ -26,24 +26,24 @@ __device__ __forceinline__ int block_of(int lane, int j) {
     return (lane + 32 * j) / (HEAD_DIM / KEY_BLOCKS);
 }
 
-// The channel that stands at each place, and what its block is multiplied by.
-struct Places {
+// The channel at each position, and what its block is multiplied by.
+struct ChannelOrder {
     u32 channels[PER_LANE];
     float gains[PER_LANE];
 };
 
-__device__ __forceinline__ Places places_of(const LayerState& s, int pair, int lane) {
-    Places r;
+__device__ __forceinline__ ChannelOrder order_of_keys(const LayerState& s, int bh, int lane) {
+    ChannelOrder r;
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) {
-        r.channels[j] = s.k_order[(u64)pair * HEAD_DIM + lane + 32 * j];
-        r.gains[j] = s.k_gain[KEY_BLOCKS * pair + block_of(lane, j)];
+        r.channels[j] = s.k_order[(u64)bh * HEAD_DIM + lane + 32 * j];
+        r.gains[j] = s.k_gain[KEY_BLOCKS * bh + block_of(lane, j)];
     }
     return r;
 }
 
-__device__ __forceinline__ Places places_of_values(int lane) {
-    Places r;
+__device__ __forceinline__ ChannelOrder order_of_values(int lane) {
+    ChannelOrder r;
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) r.channels[j] = lane + 32 * j, r.gains[j] = FACTOR;
     return r;
@@ -67,14 +67,14 @@ __device__ __forceinline__ float largest_of_lanes(float x) {
 }
 
 __device__ __forceinline__ Elements rotate_in_blocks(const float (&raw)[PER_LANE],
-                                                     const float (&mean)[PER_LANE], const Places& places,
+                                                     const float (&mean)[PER_LANE], const ChannelOrder& order,
                                                      u32* scratch, bool is_key, int lane) {
     const auto arrange = [&](u32(&x)[PER_LANE]) {
 #pragma unroll
         for (int j = 0; j < PER_LANE; ++j) scratch[lane + 32 * j] = x[j];
         __syncwarp();  // all are there
 #pragma unroll
-        for (int j = 0; j < PER_LANE; ++j) x[j] = scratch[places.channels[j]];
+        for (int j = 0; j < PER_LANE; ++j) x[j] = scratch[order.channels[j]];
         __syncwarp();  // all have been read
     };
     // Two copies where levels of keys are few, for branches take longer than they.
@@ -85,7 +85,7 @@ __device__ __forceinline__ Elements rotate_in_blocks(const float (&raw)[PER_LANE
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) {
         const u32 pair = rotated.numbers[j / 2];
-        r.of[j] = half_bits_to_float(j % 2 ? pair >> 16 : pair & 0xffffu) * places.gains[j];
+        r.of[j] = half_bits_to_float(j % 2 ? pair >> 16 : pair & 0xffffu) * order.gains[j];
     }
     r.unit = (float)(1 << 24) * rotated.factor;
     r.finite = rotated.finite;

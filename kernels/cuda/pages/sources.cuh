@@ -103,7 +103,7 @@ __device__ __forceinline__ TokenPlace place_of(const NewTokens& new_tokens, cons
     u32 batch = __umulhi(move.from, shared.per_head);  // or one less
     u32 head = move.from - batch * shared.heads;
     if (head >= shared.heads) head -= shared.heads, ++batch;
-    return {(int)batch, (int)head, (int)(move.token - batch * new_tokens.steps)};
+    return {(int)batch, (int)head, (int)(move.token - batch * new_tokens.num_new)};
 }
 
 __device__ __forceinline__ const u16* new_vector(Side side, const NewTokens& new_tokens,
@@ -117,7 +117,7 @@ __device__ __forceinline__ const u16* new_vector(Side side, const NewTokens& new
 // Whether all vectors begin at multiples of 16 bytes, less than 2^31 of them from the first.
 __device__ __forceinline__ bool are_in_units(const LayerState& s, const NewTokens& n) {
     const auto extent = [&](long long batch, long long step, long long head) {
-        return s.batch * llabs(batch) + n.steps * llabs(step) + s.heads * llabs(head);
+        return s.batch * llabs(batch) + n.num_new * llabs(step) + s.heads * llabs(head);
     };
     const u64 odd =
         (u64)n.k | (u64)n.v | 2 * (n.k_batch | n.k_step | n.k_head | n.v_batch | n.v_step | n.v_head);
@@ -224,6 +224,6 @@ __device__ __forceinline__ void ask_for_page(Side side, const LayerState& s, con
     const Move move = (const Move&)page.moves[lane];
     if (!is_new(move)) return;
     const u32 step = place_of(new_tokens, move, shared).step;
-    const u64 at = (u64)(new_tokens.importance + (u64)move.from * new_tokens.steps + step);
+    const u64 at = (u64)(new_tokens.importance + (u64)move.from * new_tokens.num_new + step);
     copy_word_async(page.importance_words + lane, (const void*)(at & ~3ull));
 }

@@ -1,10 +1,10 @@
 // One layer of a cache in device memory, and how tokens are told to move in it.
 //
-// An array of LayerState lies in device memory, one a layer, so that a launch can serve many layers. A pair
+// An array of LayerState lies in device memory, one a layer, so that a launch can serve many layers. A bh
 // is a (row, KV head). All pages of a layer lie in its arena; a page's address counts UNIT bytes, and so does
 // `index`, so attention gets pool = arena and record = UNIT for every rung. The arena is cut into slabs; a
 // slab belongs to one rung at a time. The pages of a rung have the numbers 0 to used - 1 without a gap: a
-// freed page is replaced by a copy of the last one. Tables of pairs are sorted by rung, and a rung has whole
+// freed page is replaced by a copy of the last one. Tables of bh are sorted by rung, and a rung has whole
 // quads of entries there, of which the last may have fewer pages.
 #pragma once
 
@@ -30,29 +30,29 @@ struct CacheRung {
 struct LayerState {
     CacheRung rungs[CACHE_RUNGS];  // lowest first; width 0 is not among them
     u8* arena;                     // [max_slabs * slab_units * UNIT]
-    u8 *rung, *count;              // [pairs][entries]
-    u32* index;                    // [pairs][entries]: address of the page, or NO_PAGE
-    u16* base;                     // [pairs][entries]: position >> 16 of its tokens
-    int* num_pages;                // [pairs]: entries, those without a page among them
-    __half* k_mean;                // [pairs][HEAD_DIM]
-    u8* k_shift;                   // [pairs][HEAD_DIM]: binary orders that keys are scaled down by
-    signed char* exponent;  // [pairs][2] of K and V, k_order and k_gain only where keys are kept in blocks:
-    u8* k_order;            // [pairs][HEAD_DIM]: the channel at each place
-    float* k_gain;          // [pairs][KEY_BLOCKS]: what blocks are multiplied by, of 11 significant bits
-    float* asked;           // [pairs][HEAD_DIM]: sizes of queries so far, of rows that wait; see means.cu
-    int* waits;             // [batch]: 1 while the tokens of a row wait for the mean of its keys
-    int* open;              // [pairs][OPEN_PAGES]: entries that take the next tokens in order, or -1
-    int* seqlen;            // [pairs]: time steps so far, equal for all pairs
-    int* used;              // [CACHE_RUNGS]: live pages
-    int* slab_count;        // [CACHE_RUNGS]
-    int* slabs;             // [num_rungs][max_slabs]
-    int* free_slabs;        // [max_slabs], a stack: the last of num_free is taken next
-    int* num_free;          // [1]
-    u32* entry_of;          // [num_rungs][max_pages]: pair * entries + entry of a page by number
-    int* slab_slot;         // [max_slabs]: the place of a slab in `slabs` of its rung
-    long long* budget;      // [batch]: bytes that pages, tables and key means of a row may take
-    int* status;            // [1]: 0, or a bit of PlanStatus that the host finds when it next looks
-    u8* waiting;  // [pairs][WAITING_PAGES] pages of rung num_rungs, which no plan sees; see means.cu
+    u8 *rung, *count;              // [num_bh][entries]
+    u32* index;                    // [num_bh][entries]: address of the page, or NO_PAGE
+    u16* base;                     // [num_bh][entries]: position >> 16 of its tokens
+    int* num_pages;                // [num_bh]: entries, those without a page among them
+    __half* k_mean;                // [num_bh][HEAD_DIM]
+    u8* k_shift;                   // [num_bh][HEAD_DIM]: binary orders that keys are scaled down by
+    signed char* exponent;  // [num_bh][2] of K and V, k_order and k_gain only where keys are kept in blocks:
+    u8* k_order;            // [num_bh][HEAD_DIM]: the channel at each position
+    float* k_gain;          // [num_bh][KEY_BLOCKS]: what blocks are multiplied by, of 11 significant bits
+    float* asked;       // [num_bh][HEAD_DIM]: magnitudes of queries so far, of rows that wait; see means.cu
+    int* waits;         // [batch]: 1 while the tokens of a row wait for the mean of its keys
+    int* open;          // [num_bh][OPEN_PAGES]: entries that take the next tokens in order, or -1
+    int* seqlen;        // [num_bh]: time steps so far, equal for all bh
+    int* used;          // [CACHE_RUNGS]: live pages
+    int* slab_count;    // [CACHE_RUNGS]
+    int* slabs;         // [num_rungs][max_slabs]
+    int* free_slabs;    // [max_slabs], a stack: the last of num_free is taken next
+    int* num_free;      // [1]
+    u32* entry_of;      // [num_rungs][max_pages]: bh * entries + entry of a page by number
+    int* slab_slot;     // [max_slabs]: the index of a slab in `slabs` of its rung
+    long long* budget;  // [batch]: bytes that pages, tables and key means of a row may take
+    int* status;        // [1]: 0, or a bit of PlanStatus that the host finds when it next looks
+    u8* waiting;        // [num_bh][WAITING_PAGES] pages of rung num_rungs, which no plan sees; see means.cu
     int batch, heads, entries, num_rungs, max_slabs, max_pages, slab_units, evicts;
     int sliding_window;  // a query sees so many tokens, itself the last; 0: all
 };
@@ -66,8 +66,8 @@ __device__ __forceinline__ u32 page_address(const LayerState& s, int r, u32 numb
            (number - slab * per_slab) * s.rungs[r].record;
 }
 
-// A token on its way to a slot. It comes from a slot of a page of pair `token`, or it is new: then `from` is
-// its pair and `token` = row * steps + step says which of the caller's keys and values it is.
+// A token on its way to a slot. It comes from a slot of a page of bh `token`, or it is new: then `from` is
+// its bh and `token` = row * num_new + step says which of the caller's keys and values it is.
 struct Move {
     u32 from, to;
     u8 from_slot, to_slot, from_rung, to_rung;
@@ -89,14 +89,14 @@ struct MoveList {
     const int* num_copies;  // [1]
 };
 
-// Keys and values that are not stored yet, (batch, steps, heads, HEAD_DIM) by strides in elements.
+// Keys and values that are not stored yet, (batch, num_new, heads, HEAD_DIM) by strides in elements.
 struct NewTokens {
     const u16 *k, *v;
-    const u8* valid;       // [batch][steps], 0: padding; or null: none is
-    const u8* importance;  // [pairs][steps], codes
+    const u8* valid;       // [batch][num_new], 0: padding; or null: none is
+    const u8* importance;  // [num_bh][num_new], codes
     long long k_batch, k_step, k_head, v_batch, v_step, v_head;
-    int steps, first;      // first: the position of step 0
-    const int* positions;  // [batch][steps], or null: first, first + 1, ...
+    int num_new, first;    // first: the position of step 0
+    const int* positions;  // [batch][num_new], or null: first, first + 1, ...
 };
 
 // ---- Importance: 0, or eighths of a binary order around 192, as in kvlab.cache.pages, bit for bit

@@ -84,14 +84,14 @@ struct Loaded {
     bool decoded;   // it comes from codes
 };
 
-// The frame of the keys of a pair: what they are scaled down by, and their mean, scaled and rotated.
+// The frame of the keys of a bh: what they are scaled down by, and their mean, scaled and rotated.
 struct Frame {
     alignas(16) float sums[HEAD_DIM];  // of the mean, times 2^exponent, counting 2^-26
     alignas(16) u8 shifts[HEAD_DIM];   // binary orders
     float largest;                     // of the mean
     int exponent;
     bool scales;  // whether any channel is scaled
-#if IN_BLOCKS     // sums and shifts are by place
+#if IN_BLOCKS     // sums and shifts are by position
     Order order;
     alignas(16) float gain[KEY_BLOCKS];
     u32 mantissas[KEY_BLOCKS];  // of gains
@@ -185,8 +185,8 @@ __device__ __forceinline__ Loaded load_raw(u8* rows, const Frame* frame, int dow
 }
 
 // Completes a frame that has its shifts, a warp: scales and rotates a mean of float16, which may lie where
-// the sums go. Where keys are kept in blocks, the channels of places lie at the beginning of the order, a
-// byte each, and all becomes by place.
+// the sums go. Where keys are kept in blocks, the channels of positions lie at the beginning of the order, a
+// byte each, and all becomes by position.
 __device__ __forceinline__ void complete_frame(const __half* mean, Frame& to, u32 lane) {
     constexpr int PER_LANE = (HEAD_DIM + 31) / 32;
     float x[PER_LANE], most = 0.f;
@@ -196,13 +196,13 @@ __device__ __forceinline__ void complete_frame(const __half* mean, Frame& to, u3
 #endif
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) {
-        const int place = lane + 32 * j;
-        const bool there = HEAD_DIM % 32 == 0 || place < HEAD_DIM;
+        const int position = lane + 32 * j;
+        const bool there = HEAD_DIM % 32 == 0 || position < HEAD_DIM;
 #if IN_BLOCKS
-        const int channel = ((const u8*)&to.order)[place];
+        const int channel = ((const u8*)&to.order)[position];
         channels[j] = (u8)channel, own_shifts[j] = to.shifts[channel];
 #else
-        const int channel = place;
+        const int channel = position;
 #endif
         const u32 shift = there ? to.shifts[channel] : 0;
         x[j] = there ? __half2float(mean[channel]) * power_of_two(-(int)shift) : 0.f;

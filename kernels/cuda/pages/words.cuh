@@ -3,7 +3,7 @@
 #pragma once
 
 #include "pages/encode_tile.cuh"
-#include "pages/places.cuh"
+#include "pages/code_layout.cuh"
 #if IN_BLOCKS
 #include "pages/encode_blocks.cuh"
 #endif

@@ -330,7 +330,7 @@ __device__ __forceinline__ u32 tail_of(const LayerState& s, const NewTokens& new
     const u32 slot = (u32)move.to_slot << 24;
     if (is_new(move)) {
         const u32 step = place_of(new_tokens, move, shared).step;
-        const u64 at = (u64)new_tokens.importance + (u64)move.from * new_tokens.steps + step;
+        const u64 at = (u64)new_tokens.importance + (u64)move.from * new_tokens.num_new + step;
         const u32 position =
             new_tokens.positions ? new_tokens.positions[move.token] : new_tokens.first + (int)step;
         return slot | (page.importance_words[lane] >> at % 4 * 8 & 0xffu) << 16 | (position & 0xffffu);
@@ -465,9 +465,9 @@ extern "C" __global__ void __launch_bounds__(WRITE_THREADS, BLOCKS)
         }
         now = now == 2 ? 0 : now + 1, half ^= 1;
     }
-    if (new_tokens.steps && blockIdx.x == 0 && side == KEYS)
+    if (new_tokens.num_new && blockIdx.x == 0 && side == KEYS)
         for (int i = threadIdx.x; i < s.batch * s.heads; i += WRITE_THREADS)
-            s.seqlen[i] = new_tokens.first + new_tokens.steps;
+            s.seqlen[i] = new_tokens.first + new_tokens.num_new;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)

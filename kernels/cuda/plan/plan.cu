@@ -1,16 +1,16 @@
-// What a cache's pages become, first half: importance is counted, rungs are chosen, new pages are allocated.
+// A plan of a cache, first third: importance is counted, rungs are chosen, new pages are allocated.
 //
-// The algorithm stands in kvlab/reference/cache_plan.py; plan/moves.cu is the second half. A launch serves
-// layers blockIdx.y = 0, 1, ... All numbers that decide are integers or rounded once, and sums are exact, so
-// neither the order of threads nor the device changes a result.
+// The algorithm stands in kvlab/reference/cache_plan.py; plan/moves.cu and plan/tables.cu follow. A launch
+// serves layers blockIdx.y = 0, 1, ... All numbers that decide are integers or rounded once, and sums are
+// exact, so neither the order of threads nor the device changes a result.
 //
 // count_keys    grid (groups, layers): a block counts the keys of its (bh, segment), a warp eight pages at
 //               a time, then gives every chunk of 16 tokens its weight. Shared: classes * 1 KB + 2 KB.
 // choose_rungs  grid (batch, layers): a block searches the price of its row's bytes, over the bits of
-//               a price, then over the number of the first chunk that goes without; it asks ASKED questions
-//               at a time, an eighth of the block each. Chunks of a class have rising weights, so those that
-//               take a step are found by halving: a thread has a step, and begins between what it found for
-//               the two prices that are left. Shared: the weights, if all of a row fit.
+//               a price, then over the number of the first chunk that goes without; it tries NUM_PROBES of
+//               them at a time, with an eighth of the block each. Chunks of a class have rising weights, so
+//               those that take a step are found by halving: a thread has a step, and begins between what it
+//               found for the two prices that are left. Shared: the weights, if all of a row fit.
 // allocate_pages    grid (1, layers): a block numbers the new pages and takes slabs for them.
 #include "pages/codes.cuh"
 #include "pages/state.cuh"
@@ -18,7 +18,8 @@
 #include "common/early_launch.cuh"
 
 constexpr int COUNT_THREADS = 256, ROW_THREADS = 1024, ALLOCATE_THREADS = 256;
-constexpr int ASKED = 8, ANSWERING = ROW_THREADS / ASKED;  // questions of choose_rungs, threads for each
+constexpr int NUM_PROBES = 8,
+              PROBE_THREADS = ROW_THREADS / NUM_PROBES;  // prices that choose_rungs tries at once
 __constant__ u64 MANTISSA[8] = {4294967296ull, 4683695048ull, 5107605667ull, 5569883475ull,
                                 6074001000ull, 6623745059ull, 7223245206ull, 7877004752ull};
 
@@ -30,8 +31,8 @@ __device__ __forceinline__ u64 token_weight(int key) {
     return key == 0 ? 128 : power >= 0 ? mantissa << power : mantissa >> -power;
 }
 
-// The weight of the `rank` least important tokens of a class; each has `share` more than its importance.
-__device__ __forceinline__ u64 weight_below(const u32* starts, const u64* weights, u64 share, int rank) {
+// The weight of the `rank` least important tokens of a class; each has `floor` more than its importance.
+__device__ __forceinline__ u64 weight_below(const u32* starts, const u64* weights, u64 floor, int rank) {
     int low = 0, high = KEYS;
     while (high - low > 1) {
         const int middle = (low + high) / 2;
@@ -40,21 +41,21 @@ __device__ __forceinline__ u64 weight_below(const u32* starts, const u64* weight
         else
             high = middle;
     }
-    return weights[low] + (u64)(rank - starts[low]) * (token_weight(low) + share);
+    return weights[low] + (u64)(rank - starts[low]) * (token_weight(low) + floor);
 }
 
 // The weight of a chunk of a class of `movable` tokens: an exact sum, rounded once. That of fewer than
 // PAGE tokens is as if it had so many, and no less than that of the chunk before in spite of rounding.
-__device__ __forceinline__ float chunk_weight(const u32* starts, const u64* weights, u64 share, int chunk,
+__device__ __forceinline__ float chunk_weight(const u32* starts, const u64* weights, u64 floor, int chunk,
                                               int movable) {
     const int first = chunk * PAGE, n = min(PAGE, movable - first);
-    const u64 from = weight_below(starts, weights, share, first);
-    const u64 to = weight_below(starts, weights, share, first + n);
+    const u64 from = weight_below(starts, weights, floor, first);
+    const u64 to = weight_below(starts, weights, floor, first + n);
     const float weight = __ull2float_rn(to - from);
     if (n == PAGE) return weight;
     const float scaled = __fmul_rn(weight, __fdiv_rn((float)PAGE, (float)n));
     if (chunk == 0) return scaled;
-    return fmaxf(scaled, __ull2float_rn(from - weight_below(starts, weights, share, first - PAGE)));
+    return fmaxf(scaled, __ull2float_rn(from - weight_below(starts, weights, floor, first - PAGE)));
 }
 
 // Counts the tokens of `entries` entries at most, entry `entry` of a lane, and lists their keys: four lanes a
@@ -140,14 +141,14 @@ extern "C" __global__ void __launch_bounds__(COUNT_THREADS, 4)
     }
     __syncthreads();  // all tokens are counted
     for (int i = threadIdx.x; i < p.s.num_rungs * 3; i += COUNT_THREADS) p.kinds(g, 0)[i] = (&kinds[0][0])[i];
-    const u64 share = call.floor / max(p.seqlen - max(p.oldest, 0), 1);
+    const u64 floor = call.floor / max(p.seqlen - max(p.oldest, 0), 1);
     int before = 0;
     for (int c = 0; c < p.classes; ++c) {
         u32 total;
         u64 ignored;
         const u32 count = counts[c * KEYS + threadIdx.x];
         const u32 start = block_scan<COUNT_THREADS, u32>(count, total);
-        const u64 weight = token_weight(threadIdx.x) + share;
+        const u64 weight = token_weight(threadIdx.x) + floor;
         weights[threadIdx.x] = block_scan<COUNT_THREADS, u64>(count * weight, ignored);
         counts[c * KEYS + threadIdx.x] = start;
         call.starts[(p.group(g) * p.classes + c) * KEYS + threadIdx.x] = start;
@@ -155,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(COUNT_THREADS, 4)
         const int movable = counts[c * KEYS + WINDOW];
         for (int chunk = threadIdx.x; chunk < pages_of(movable); chunk += COUNT_THREADS)
             call.weight[p.group(g) * call.chunks + before + chunk] =
-                chunk_weight(counts + c * KEYS, weights, share, chunk, movable);
+                chunk_weight(counts + c * KEYS, weights, floor, chunk, movable);
         before += pages_of(movable);
         if (threadIdx.x == 0) p.tokens(g)[c] = total;
         if (threadIdx.x < p.levels) p.chosen(g, c)[threadIdx.x] = 0;
@@ -281,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     choose_rungs(const __grid_constant__ PlanCall call) {
     extern __shared__ float held[];  // [call.held]
     __shared__ long long sums[2][ROW_THREADS / 32];
-    __shared__ u16 found[2][ASKED][ANSWERING];  // first chunks beyond the prices asked, of first steps
+    __shared__ u16 found[2][NUM_PROBES][PROBE_THREADS];  // first chunks beyond the probed prices
     __shared__ Hull hulls[MAX_LEVELS];
     __shared__ int cost[MAX_LEVELS];
     begin_early();
@@ -326,59 +327,59 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
         return Run{holds ? held + run.y : weights_of(n), run.x, run.y};
     };
     const int tasks = own * p.classes * top;
-    const int asked = threadIdx.x / ANSWERING;
+    const int probe = threadIdx.x / PROBE_THREADS;
     auto edge_at = [&](int task) {
         const int n = task / top, i = task - n * top;
         const Hull& hull = hulls[p.ceiling(n % p.classes)];
         if (i >= hull.edges) return Edge{};
         return Edge{run_at(n), hull.rate[i], cost[hull.level[i]] - cost[i ? hull.level[i - 1] : 0]};
     };
-    const int first_task = threadIdx.x % ANSWERING;
+    const int first_task = threadIdx.x % PROBE_THREADS;
     const Edge mine = first_task < tasks ? edge_at(first_task) : Edge{};
     Bounds bounds = {0, mine.run.chunks};  // for `mine` and all prices that are left
-    int turn = 0;
-    // Whether the row fits, for the questions of all: bits 4 i to 4 i + 3 answer price and ties of the i-th
-    // eighth of the block.
+    int buffer = 0;
+    // Whether the row fits, for all probes: bits 4 i to 4 i + 3 are for price and ties of the i-th eighth of
+    // the block.
     auto fits = [&](float price, int ties) {
         long long bytes = 0;
-        for (int task = first_task; task - lane < tasks; task += ANSWERING) {  // whole warps
+        for (int task = first_task; task - lane < tasks; task += PROBE_THREADS) {  // whole warps
             const Edge edge = task == first_task ? mine : task < tasks ? edge_at(task) : Edge{};
             const Bounds within = task == first_task ? bounds : Bounds{0, edge.run.chunks};
             int above;
             const u32 more = edge.bytes * taking(edge.run, edge.rate, price, within, ties, above);
-            if (task == first_task) found[turn][asked][first_task] = (u16)above;
+            if (task == first_task) found[buffer][probe][first_task] = (u16)above;
             bytes += __reduce_add_sync(ALL_LANES, more);  // a run has 4,096 chunks at most
         }
-        if (lane == 0) sums[turn][warp] = bytes;
-        __syncthreads();  // the sums of this turn are whole, and those of the turn before have been read
-        long long all = sums[turn][lane];
+        if (lane == 0) sums[buffer][warp] = bytes;
+        __syncthreads();  // the sums of this round are whole, and those of the round before have been read
+        long long all = sums[buffer][lane];
 #pragma unroll
-        for (int bit = 1; bit < ANSWERING / 32; bit *= 2) all += __shfl_xor_sync(ALL_LANES, all, bit);
-        turn ^= 1;
+        for (int bit = 1; bit < PROBE_THREADS / 32; bit *= 2) all += __shfl_xor_sync(ALL_LANES, all, bit);
+        buffer ^= 1;
         return __ballot_sync(ALL_LANES, all <= bytes_left);
     };
-    auto answer = [](u32 bits) { return bits ? (__ffs(bits) - 1) / (ANSWERING / 32) : ASKED; };
+    auto first_probe = [](u32 bits) { return bits ? (__ffs(bits) - 1) / (PROBE_THREADS / 32) : NUM_PROBES; };
     auto between = [&](int low, int high, int i) {
-        return low + (int)((u64)(u32)(high - low) * (u32)(i + 1) / (u32)(ASKED + 1));
+        return low + (int)((u64)(u32)(high - low) * (u32)(i + 1) / (u32)(NUM_PROBES + 1));
     };
     int low = -1, high = 0x7f7fffff;
     while (high - low > 1) {
-        const int price = between(low, high, asked), before = low;
+        const int price = between(low, high, probe), before = low;
         // What is known not to fit does not, whatever its sum is.
-        const u32 known = __ballot_sync(ALL_LANES, between(low, high, lane / (ANSWERING / 32)) == low);
-        const int cheapest = answer(fits(__int_as_float(price), 0) & ~known);
+        const u32 known = __ballot_sync(ALL_LANES, between(low, high, lane / (PROBE_THREADS / 32)) == low);
+        const int cheapest = first_probe(fits(__int_as_float(price), 0) & ~known);
         if (cheapest > 0) low = between(before, high, cheapest - 1);
-        if (cheapest < ASKED) high = between(before, high, cheapest);
+        if (cheapest < NUM_PROBES) high = between(before, high, cheapest);
         // Dearer prices have later first chunks, so searches begin between those of the two that are left.
-        if (cheapest > 0) bounds.least = found[turn ^ 1][cheapest - 1][first_task];
-        if (cheapest < ASKED) bounds.most = found[turn ^ 1][cheapest][first_task];
+        if (cheapest > 0) bounds.least = found[buffer ^ 1][cheapest - 1][first_task];
+        if (cheapest < NUM_PROBES) bounds.most = found[buffer ^ 1][cheapest][first_task];
     }
     const float price = __int_as_float(high);
     int ties = 0, beyond = total + 1;
     while (beyond - ties > 1) {
-        const int fitting = answer(~fits(price, between(ties, beyond, asked))), before = ties;
+        const int fitting = first_probe(~fits(price, between(ties, beyond, probe))), before = ties;
         if (fitting > 0) ties = between(before, beyond, fitting - 1);
-        if (fitting < ASKED) beyond = between(before, beyond, fitting);
+        if (fitting < NUM_PROBES) beyond = between(before, beyond, fitting);
     }
     if (!(fits(price, ties) & 1) && threadIdx.x == 0) atomicOr(p.s.status, OVER_BUDGET);
     for (int n = threadIdx.x; n < own * p.classes; n += ROW_THREADS) {
@@ -477,12 +478,12 @@ extern "C" __global__ void __launch_bounds__(ALLOCATE_THREADS)
                 }
             }
             const int before = block_scan<ALLOCATE_THREADS, int>(own, all_added);
-            const int place = block_scan<ALLOCATE_THREADS, int>(filled, all_filled);
+            const int index = block_scan<ALLOCATE_THREADS, int>(filled, all_filled);
             const int sequence = block_scan<ALLOCATE_THREADS, int>(tokens, all_tokens);
             if (g < p.groups) {
                 call.new_pages[p.at_rung(g, r)] = own;
                 call.first[p.at_rung(g, r)] = used + added + before;
-                call.list[p.at_rung(g, r)] = listed + place;
+                call.list[p.at_rung(g, r)] = listed + index;
                 call.sequence[p.at_rung(g, r)] = moves + sequence;
             }
             added += all_added;

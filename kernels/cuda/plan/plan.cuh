@@ -50,7 +50,7 @@ struct PlanCall {
     int* extra;  // [groups]: EXTRA if an empty page is to be held ready, COMPACT if chunks may be short
     int *new_pages, *first;  // [groups][num_rungs]: pages added, number of the first
     int *list,
-        *sequence;  // [groups][num_rungs]: place of the first in the list of phase 0, of its first move
+        *sequence;  // [groups][num_rungs]: index of the first in the list of phase 0, of its first move
     u8* keys;       // [num_bh][entries][PAGE]: of tokens, by slot
     u16* stay;      // [num_bh][entries]: which slots hold tokens, then which of these stay in their rung
     u8* after;      // [num_bh][entries]: tokens that a page will hold, or DROPPED

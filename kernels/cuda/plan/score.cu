@@ -1,8 +1,8 @@
-// How important tokens are: attention mass, from kept scores or from queries and keys, and norms of keys.
+// How important tokens are: attention mass, from saved scores or from queries and keys, and norms of keys.
 //
 // Threads and data
-//   score_stored    grid (blocks of quads, num_bh, layers): 8 lanes have a quad. Reads the scores of the kept
-//                   rows, a byte each, and brings the importance bytes of its pages up to date.
+//   score_stored    grid (blocks of quads, num_bh, layers): 8 lanes have a quad. Reads the saved
+//                   scores, a byte each, and brings the importance bytes of its pages up to date.
 //   mass_of_scores  from scores in float32, and writes the mass: what kvlab.ops.packed.mass_from_scores is on
 //                   a GPU.
 //   score_new       grid (tiles of keys, num_bh): a warp holds KEYS keys as B operands of mma.m16n8k16 in
@@ -28,22 +28,22 @@ __device__ __forceinline__ float finite(float x) {
     return x != x ? 0.f : x;
 }
 
-// ---- From kept scores
+// ---- From saved scores
 
-struct Kept {
+struct SavedScores {
     const void* scores;                   // [num_bh][quads] blocks, or float [num_bh][quads][rows][SLOTS]
     const float* lse;                     // [batch][heads * group][seqlen]
-    int group, positions, seqlen, quads;  // positions: the last query rows, whose scores were kept
+    int group, positions, seqlen, quads;  // positions: the last query rows, whose scores were saved
 
     __device__ __forceinline__ int rows() const { return positions * group; }
 };
 
 // What a score times log2(e) has added to be the exponent of a probability; row = position * group + head.
 // Rows of nothing have lse -inf, and those that give nobody anything +inf.
-__device__ __forceinline__ float base_of(const Kept& kept, int bh, int row) {
-    int head = row, position = kept.seqlen - kept.positions;
-    for (; head >= kept.group; head -= kept.group) ++position;
-    const float lse = kept.lse[((u64)bh * kept.group + head) * kept.seqlen + position];
+__device__ __forceinline__ float base_of(const SavedScores& saved, int bh, int row) {
+    int head = row, position = saved.seqlen - saved.positions;
+    for (; head >= saved.group; head -= saved.group) ++position;
+    const float lse = saved.lse[((u64)bh * saved.group + head) * saved.seqlen + position];
     return lse == -INFINITE ? 0.f : lse * -LOG2E;
 }
 
@@ -60,7 +60,7 @@ struct Following {
 // Bytes 8 g + 2 q and the next are of slots 2 g and 2 g + 1 of page q.
 struct Scoring {
     const LayerState* layers;
-    Kept kept;
+    SavedScores saved;
     Following following;
 };
 
@@ -91,15 +91,15 @@ struct Rows {
     u64 codes[AT_ONCE];
     float base;  // of row first + lane
 
-    __device__ __forceinline__ Rows(const Kept& kept, const u8* block, int bh, int first, int lane) {
-        const int rows = kept.rows(), row = first + lane;
+    __device__ __forceinline__ Rows(const SavedScores& saved, const u8* block, int bh, int first, int lane) {
+        const int rows = saved.rows(), row = first + lane;
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i)
             codes[i] = read_words(block + SLOTS * min(first + i, rows - 1) + OWN * lane);
         base = -INFINITE;
         if (lane < AT_ONCE && row < rows) {
             const float reference = read_now((const float*)(block + SLOTS * rows) + row);
-            base = base_of(kept, bh, row);
+            base = base_of(saved, bh, row);
             if (base != -INFINITE) base += reference;  // or a query of NaN, if it is padding, would count
         }
     }
@@ -196,21 +196,21 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 20)
     __shared__ CodeTables tables;
     __shared__ __align__(16) float shared_mass[QUADS][SLOTS + 8];  // by page and slot
     begin_early();
-    const Kept& kept = call.kept;
+    const SavedScores& saved = call.saved;
     const Following& following = call.following;
     const LayerState& s = call.layers[blockIdx.z];
-    const int bh = blockIdx.y, kept_pair = blockIdx.z * gridDim.y + bh, lane = threadIdx.x % LANES;
-    const int place = blockIdx.x * QUADS + threadIdx.x / LANES, quad = min(place, kept.quads - 1);
+    const int bh = blockIdx.y, saved_bh = blockIdx.z * gridDim.y + bh, lane = threadIdx.x % LANES;
+    const int number = blockIdx.x * QUADS + threadIdx.x / LANES, quad = min(number, saved.quads - 1);
     // Most pages are live, so all that is needed of them is asked for before anybody knows which are.
-    const int rows = kept.rows(), block_bytes = SLOTS * rows + 16 * ((rows + 3) / 4);
-    const u8* block = (const u8*)kept.scores + ((u64)kept_pair * kept.quads + quad) * (u32)block_bytes;
-    const Rows first_rows(kept, block, kept_pair, 0, lane);
+    const int rows = saved.rows(), block_bytes = SLOTS * rows + 16 * ((rows + 3) / 4);
+    const u8* block = (const u8*)saved.scores + ((u64)saved_bh * saved.quads + quad) * (u32)block_bytes;
+    const Rows first_rows(saved, block, saved_bh, 0, lane);
     // Of scores a lane has two slots of every page, of importance eight of one.
     const int page = lane / 2, first_slot = lane % 2 * OWN;
-    const u64 at = ((u64)bh * kept.quads + quad) * QUAD + page;
+    const u64 at = ((u64)bh * saved.quads + quad) * QUAD + page;
     const u32 address = read_now(s.index + at), rung = read_now(s.rung + at) % CACHE_RUNGS;
     const int count = read_now(s.count + at), base = read_now(s.base + at) << 16;
-    const int live = QUAD * place < s.num_pages[bh] ? count - first_slot : 0;
+    const int live = QUAD * number < s.num_pages[bh] ? count - first_slot : 0;
     const int length = s.seqlen[bh] - following.counted - base;
     tables.fill();
     if (!__any_sync(ALL_LANES, live > 0)) return;
@@ -223,10 +223,10 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 20)
     first_rows.add_to(mass);
 #pragma unroll 1
     for (int first = AT_ONCE; first < rows; first += AT_ONCE)
-        Rows(kept, block, kept_pair, first, lane).add_to(mass);
-    const float share = __fdividef(1.f, (float)rows);
+        Rows(saved, block, saved_bh, first, lane).add_to(mass);
+    const float per_row = __fdividef(1.f, (float)rows);
 #pragma unroll
-    for (int i = 0; i < OWN; ++i) mass[i] = mass[i] * share > LEAST ? mass[i] * share : 0.f;
+    for (int i = 0; i < OWN; ++i) mass[i] = mass[i] * per_row > LEAST ? mass[i] * per_row : 0.f;
     float* const of_quad = shared_mass[threadIdx.x / LANES];
 #pragma unroll
     for (int q = 0; q < QUAD; ++q) *(float2*)(of_quad + PAGE * q + 2 * lane) = {mass[2 * q], mass[2 * q + 1]};
@@ -248,29 +248,30 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 20)
 
 // A thread four slots of a quad.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    mass_of_scores(const u8* count, const int* num_pages, float* mass, const __grid_constant__ Kept kept) {
+    mass_of_scores(const u8* count, const int* num_pages, float* mass,
+                   const __grid_constant__ SavedScores saved) {
     constexpr int FOURS = SLOTS / 4;
     const int bh = blockIdx.y, quad = blockIdx.x * (THREADS / FOURS) + threadIdx.x / FOURS;
-    const int slot = threadIdx.x % FOURS * 4, rows = kept.rows();
-    if (quad >= kept.quads) return;
-    const u64 at = (u64)bh * kept.quads + quad;
+    const int slot = threadIdx.x % FOURS * 4, rows = saved.rows();
+    if (quad >= saved.quads) return;
+    const u64 at = (u64)bh * saved.quads + quad;
     const int tokens = QUAD * quad < num_pages[bh] ? count[QUAD * at + slot / PAGE] - slot % PAGE : 0;
-    const float4* scores = (const float4*)kept.scores + at * rows * FOURS + slot / 4;
+    const float4* scores = (const float4*)saved.scores + at * rows * FOURS + slot / 4;
     float found[4] = {};
     if (tokens > 0)
 #pragma unroll 4
         for (int row = 0; row < rows; ++row) {
             const float4 score = scores[row * FOURS];
-            const float base = base_of(kept, bh, row);
+            const float base = base_of(saved, bh, row);
             if (base == -INFINITE) continue;  // even if its query is NaN
             found[0] += power_of_2(fmaf(score.x, LOG2E, base));
             found[1] += power_of_2(fmaf(score.y, LOG2E, base));
             found[2] += power_of_2(fmaf(score.z, LOG2E, base));
             found[3] += power_of_2(fmaf(score.w, LOG2E, base));
         }
-    const float share = __fdividef(1.f, (float)rows);
+    const float per_row = __fdividef(1.f, (float)rows);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) found[i] = i < tokens ? found[i] * share : 0.f;
+    for (int i = 0; i < 4; ++i) found[i] = i < tokens ? found[i] * per_row : 0.f;
     *(float4*)(mass + at * SLOTS + slot) = {found[0], found[1], found[2], found[3]};
 }
 
@@ -286,11 +287,11 @@ struct ScoreNew {
 };
 
 constexpr int KEYS = HEAD_DIM <= 128 ? 32 : 16, TILES = KEYS / 8, ROWS = 64;
-constexpr int PAIRS = HEAD_DIM / 32, STEPS = HEAD_DIM / 16;   // k-steps come in num_bh, but a last one
+constexpr int PAIRS = HEAD_DIM / 32, STEPS = HEAD_DIM / 16;   // k-steps come in pairs, but a last one
 constexpr int STRIDE = (2 * HEAD_DIM + 63) / 128 * 128 + 64;  // bytes of a row in shared memory
 static_assert(STRIDE >= 2 * HEAD_DIM && STRIDE % 128 == 64, "rows of four lanes each meet no bank twice");
 
-// The operands of one row (of queries or keys) for all k-steps: 4 words a bh of steps, 2 for a last one.
+// The operands of one row (of queries or keys) for all k-steps: 4 words a pair of steps, 2 for a last one.
 __device__ __forceinline__ void load_row(const u8* row, int u, u32 (&x)[2 * STEPS]) {
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) {

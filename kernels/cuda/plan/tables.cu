@@ -1,10 +1,10 @@
-// What a cache's pages become, third part: page tables and pools are made anew.
+// A plan of a cache, last third: page tables and pools are made anew.
 //
 // After plan/moves.cu; the algorithm stands in kvlab/reference/cache_plan.py.
 //
 // make_tables  grid (num_bh, layers): a block brings the table of a bh to its final state: of each rung the
 //              pages that stay, new ones, then entries without a page up to a whole quad. Tables are sorted
-//              by rung before, too, so the place of a page follows from how many stay before it. The last
+//              by rung before, too, so the index of a page follows from how many stay before it. The last
 //              block of a layer closes the holes in the numbers of each rung's pages.
 #include "pages/codes.cuh"
 #include "pages/state.cuh"
@@ -14,16 +14,16 @@
 constexpr int TABLE_THREADS = 512;
 
 // Of the rungs of a bh.
-struct Places {
+struct TableLayout {
     int staying[CACHE_RUNGS];    // pages that stay
     int begin[CACHE_RUNGS + 1];  // entries
     int shift[CACHE_RUNGS];      // of a page that stays: its entry less the number of those before it
     int freed[CACHE_RUNGS];      // the same of a dropped one: its place in the list of all
 };
 
-// Finds the places of the pages of a bh, and how many pages of each rung are dropped; all threads. Returns
-// these together.
-__device__ int find_places(const Plan& p, int bh, Places& places, int* dropped) {
+// Finds where the pages of a bh go, and how many pages of each rung are dropped; all threads. Returns the
+// sum of these.
+__device__ int find_layout(const Plan& p, int bh, TableLayout& layout, int* dropped) {
     const int rungs = p.s.num_rungs, segments = p.call.segments, i = threadIdx.x;
     if (i < rungs) {
         int staying = 0, before = 0, added = 0;
@@ -31,14 +31,14 @@ __device__ int find_places(const Plan& p, int bh, Places& places, int* dropped) 
             staying += p.pages_kept(g, i), before += p.pages(g, i);
             added += p.call.new_pages[p.at_rung(g, i)];
         }
-        dropped[i] = places.freed[i] = 0;
-        places.staying[i] = staying, places.shift[i] = before, places.begin[i] = added;
+        dropped[i] = layout.freed[i] = 0;
+        layout.staying[i] = staying, layout.shift[i] = before, layout.begin[i] = added;
     }
     __syncthreads();  // sums of this bh are there, others are cleared
     for (int at = i; at < p.groups * rungs; at += TABLE_THREADS) {
         const int g = at / rungs, r = at - g * rungs, gone = p.pages(g, r) - p.pages_kept(g, r);
         if (gone) atomicAdd(dropped + r, gone);
-        if (gone && g / segments < bh) atomicAdd(places.freed + r, gone);
+        if (gone && g / segments < bh) atomicAdd(layout.freed + r, gone);
     }
     __syncthreads();  // all dropped pages are counted
     int total = 0;
@@ -46,20 +46,20 @@ __device__ int find_places(const Plan& p, int bh, Places& places, int* dropped) 
     if (i == 0) {
         int entry = 0, staying = 0, gone = 0, first = 0;
         for (int r = 0; r < rungs; ++r) {
-            const int own = places.staying[r], before = places.shift[r], added = places.begin[r];
-            places.begin[r] = entry, places.shift[r] = entry - staying;
-            places.freed[r] += first - gone;
+            const int own = layout.staying[r], before = layout.shift[r], added = layout.begin[r];
+            layout.begin[r] = entry, layout.shift[r] = entry - staying;
+            layout.freed[r] += first - gone;
             entry += whole_quads(own + added);
             staying += own, gone += before - own, first += dropped[r];
         }
-        places.begin[rungs] = entry;
+        layout.begin[rungs] = entry;
     }
-    __syncthreads();  // places are known
+    __syncthreads();  // the layout is known
     return total;
 }
 
 // Lists what stays in a bh's table, and the numbers of pages that are dropped; all threads.
-__device__ void list_pages(const Plan& p, int bh, const Places& places, Entry* table) {
+__device__ void list_pages(const Plan& p, int bh, const TableLayout& layout, Entry* table) {
     const LayerState& s = p.s;
     const u64 row = (u64)bh * s.entries;
     const u8* const after = p.call.after + p.bh(bh) * s.entries;
@@ -77,9 +77,9 @@ __device__ void list_pages(const Plan& p, int bh, const Places& places, Entry* t
         const bool drops = count == DROPPED, stays = there && !drops;
         const u32 before = seen + block_scan<TABLE_THREADS, u32>((u32)stays | (u32)drops << 16, all);
         seen += all;
-        if (drops) freed[places.freed[r] + (before >> 16)] = p.number_of(r, address);
+        if (drops) freed[layout.freed[r] + (before >> 16)] = p.number_of(r, address);
         if (!stays) continue;
-        const int to = places.shift[r] + (int)(before & 0xffffu);
+        const int to = layout.shift[r] + (int)(before & 0xffffu);
         table[to] = {address, s.base[row + e], (u8)r, (u8)count};
         if (r != s.num_rungs - 1) continue;
         for (int i = 0; i < roles; ++i)
@@ -88,11 +88,11 @@ __device__ void list_pages(const Plan& p, int bh, const Places& places, Entry* t
 }
 
 // Lists the new pages of a bh, and the entries without a page; all threads.
-__device__ void list_new(const Plan& p, int bh, const Places& places, Entry* table) {
+__device__ void list_new(const Plan& p, int bh, const TableLayout& layout, Entry* table) {
     const LayerState& s = p.s;
     const int top = s.num_rungs - 1;
     for (int r = 0; r <= top; ++r) {
-        int at = places.begin[r] + places.staying[r];
+        int at = layout.begin[r] + layout.staying[r];
         for (int segment = 0; segment < p.call.segments; ++segment) {
             const int g = bh * p.call.segments + segment, new_pages = p.call.new_pages[p.at_rung(g, r)];
             const bool started = r == top && p.left_over(g, s.num_rungs) % PAGE;
@@ -105,7 +105,7 @@ __device__ void list_new(const Plan& p, int bh, const Places& places, Entry* tab
             }
             at += new_pages;
         }
-        for (int e = at + threadIdx.x; e < places.begin[r + 1]; e += TABLE_THREADS)
+        for (int e = at + threadIdx.x; e < layout.begin[r + 1]; e += TABLE_THREADS)
             table[e] = {NO_PAGE, 0, (u8)r, 0};
     }
 }
@@ -139,8 +139,8 @@ __device__ void set_open(const Plan& p, int bh) {
 }
 
 // Makes the table of a bh; all threads.
-__device__ void make_table(const Plan& p, int bh, const Places& places) {
-    const int entries = places.begin[p.s.num_rungs];
+__device__ void make_table(const Plan& p, int bh, const TableLayout& layout) {
+    const int entries = layout.begin[p.s.num_rungs];
     if (p.s.waits[bh / p.s.heads]) return;  // its pages stay as they are
     if (entries > p.s.entries) {
         if (threadIdx.x == 0) atomicOr(p.s.status, TABLE_FULL);
@@ -150,9 +150,9 @@ __device__ void make_table(const Plan& p, int bh, const Places& places) {
     for (int i = threadIdx.x; i < 2 * p.call.segments; i += TABLE_THREADS)
         p.call.role_after[p.group(bh * p.call.segments) * 2 + i] = -1;
     __syncthreads();  // no role is set before it is cleared
-    list_pages(p, bh, places, table);
+    list_pages(p, bh, layout, table);
     __syncthreads();  // a new page with what is left over comes before one that stays
-    list_new(p, bh, places, table);
+    list_new(p, bh, layout, table);
     __syncthreads();  // the list is whole, and roles are known
     store_table(p, bh, entries, table);
     __syncthreads();  // the old number of entries has been read
@@ -212,16 +212,16 @@ __device__ int close_pool(const Plan& p, int r, int first_dead, int dropped, int
 
 extern "C" __global__ void __launch_bounds__(TABLE_THREADS)
     make_tables(const __grid_constant__ PlanCall call) {
-    __shared__ Places places;
+    __shared__ TableLayout layout;
     __shared__ int dropped[CACHE_RUNGS], is_last;
     begin_early();
     const Plan p(call, blockIdx.y);
     PlanHead* const head = call.head + p.layer;
-    if (find_places(p, blockIdx.x, places, dropped) > call.most_dropped) {
+    if (find_layout(p, blockIdx.x, layout, dropped) > call.most_dropped) {
         if (threadIdx.x == 0) atomicOr(p.s.status, TABLE_FULL);
         return;
     }
-    make_table(p, blockIdx.x, places);
+    make_table(p, blockIdx.x, layout);
     __threadfence();  // the table and the list of dropped pages are there for the last block
     __syncthreads();
     if (threadIdx.x == 0) is_last = atomicAdd(&head->tables, 1) == p.num_bh - 1;

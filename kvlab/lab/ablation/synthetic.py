@@ -1,7 +1,7 @@
 """Fill the cache of an ablation case with synthetic keys and values of a given geometry.
 
 Keys lie around a mean of their head with some large channels, as keys of models do; values have unit size. A
-GPU's cache is filled on the GPU, in parts of a context, as a prefill would be.
+cache on a GPU is filled there, in parts of a context, as in a prefill.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Shared by the cases of `kvlab benchmark`: options of a run, the check before timing, a copy as baseline.
 
-Cases on the CPU that memory limits use `against_copy`: a call must touch some bytes, so the baseline copies
-as many bytes with as many threads. It copies to a new array, since the call returns one: the system clears
-every page that is new to a process.
+Memory-bound cases on the CPU use `against_copy`: the baseline copies as many bytes as the call must touch,
+with as many threads. It copies to a new array, because the call returns one, and the system clears every page
+that is new to a process.
 """
 
 from __future__ import annotations

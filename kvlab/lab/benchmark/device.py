@@ -1,8 +1,7 @@
 """`kvlab benchmark packing|codec --device cuda`: against a copy of as many bytes on the same GPU.
 
-A call must read and write some bytes. The baseline is torch's copy of half as many, which reads and writes as
-many in all. Arrays exceed the second-level cache. Before it is timed, a result must have the bits of the
-reference.
+The baseline is torch's copy of half the bytes that a call must touch, because a copy reads and writes each.
+Arrays exceed the second-level cache. Before it is timed, a result must equal the reference bit for bit.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Divergence of a cache from full precision, token by token, under a schedule of calls.
 
-All caches and a dense one advance together, call by call. Kept is every scored token: what the mean over a
-window hides is in the last quarter, in the median and among the worst tokens. Bytes are read off at the
-first and at the last scored token, so that a budget that was still growing while it was scored is seen.
+All caches and a dense one advance together, call by call. Every scored token is kept, because the mean over
+a window hides the last quarter, the median and the worst tokens. Bytes are read at the first and at the last
+scored token, so a budget that still grew while tokens were scored is seen.
 """
 
 from __future__ import annotations

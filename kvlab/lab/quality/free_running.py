@@ -1,8 +1,8 @@
-"""Free-running: a cache writes its own text, and full precision says where it would have gone on otherwise.
+"""Free-running: a cache writes its own text, and full precision says where it would have written otherwise.
 
 Teacher-forced divergence does not show how errors add up in text that a cache has written itself. Here the
-most probable token through the cache goes to both; until the first token on which they differ, that is also
-what full precision would have written.
+most probable token of the cache is the next input of both. Up to the first token on which they differ, full
+precision would have written the same text.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The plan of a comparison of caches: how text is read, through which caches, and which text.
 
-Nothing here needs torch, so the process that starts the readers (workers.py) starts them at once.
+Nothing here needs torch, so the process that starts the readers (workers.py) does not wait for its import.
 """
 
 from __future__ import annotations

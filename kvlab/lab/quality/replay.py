@@ -1,4 +1,4 @@
-"""Read the pages of a GPU cache on a CPU, too, to compare results and speed on equal pages.
+"""Read the pages of a GPU cache on a CPU as well, to compare results and speed on equal pages.
 
 A copy of the model on the CPU continues from a copy of the cache that holds the same pages.
 """

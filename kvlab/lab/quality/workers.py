@@ -4,8 +4,8 @@ Windows do not depend on each other, and much of a cache's work on a CPU is plan
 alone. So each process reads its own windows through all caches, with its own copy of the model and its share
 of the threads: no process ever waits for another.
 
-This process counts and draws. Only the readers import reader.py with torch and transformers, which takes
-seconds.
+The parent process counts and draws. Only the readers import reader.py with torch and transformers, which
+takes seconds.
 
 The scores of a batch of windows go into a checkpoint (checkpoint.py) when the batch is done. A run that was
 interrupted goes on from there.

@@ -115,7 +115,7 @@ def attend_backward(
     _addresses: Any,
     results: Results,
     _deterministic: bool,
-    float32_dkv: bool,
+    float32_dk_dv: bool,
 ) -> tuple[list[Any], Any, Any]:
     """Launcher of backend "cpu": dq of each group, dk and dv."""
     cu_q, cu_k, lens = lengths_of(call, arrays)
@@ -129,7 +129,7 @@ def attend_backward(
         dq_groups.append(dq)
         for total, part in zip(sums, of_keys, strict=True):
             total += to_numpy_view(part, "dk").astype(np.float32)
-    dtype = np.dtype(np.float32) if float32_dkv else to_numpy_view(arrays.k, "k").dtype
+    dtype = np.dtype(np.float32) if float32_dk_dv else to_numpy_view(arrays.k, "k").dtype
     dk, dv = (like_first(x.astype(dtype, copy=False), results.douts[0]) for x in sums)
     return dq_groups, dk, dv
 

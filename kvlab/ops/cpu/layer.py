@@ -22,13 +22,13 @@ __all__ = ["HostLayer", "array_at", "vectors_of", "view_at"]
 def array_at(address: int, shape: Sequence[int], dtype: str, strides: Sequence[int] | None = None) -> Any:
     """The array of host memory at an address; strides count elements, None: contiguous."""
     kind = numpy_dtype(dtype)
-    steps = None if strides is None else [step * kind.itemsize for step in strides]
+    in_bytes = None if strides is None else [step * kind.itemsize for step in strides]
     if 0 in shape:
         return np.empty(shape, kind)
-    last = sum((n - 1) * s for n, s in zip(shape, steps, strict=True)) if steps else 0
-    nbytes = last + kind.itemsize if steps else int(np.prod(shape)) * kind.itemsize
+    last = sum((n - 1) * s for n, s in zip(shape, in_bytes, strict=True)) if in_bytes else 0
+    nbytes = last + kind.itemsize if in_bytes else int(np.prod(shape)) * kind.itemsize
     memory = memoryview((ctypes.c_char * nbytes).from_address(address))
-    return np.ndarray(tuple(shape), kind, memory, strides=steps)
+    return np.ndarray(tuple(shape), kind, memory, strides=in_bytes)
 
 
 def view_at(view: CudaView) -> Any:
@@ -37,7 +37,7 @@ def view_at(view: CudaView) -> Any:
 
 
 def vectors_of(new_tokens: Any, shape: tuple[int, ...]) -> list[Any]:
-    """Keys and values (batch, steps, heads, head_dim) that a `NewTokens` struct names, float32."""
+    """Keys and values (batch, num_new, heads, head_dim) that a `NewTokens` struct names, float32."""
     return [
         array_at(
             int(new_tokens[side]),
@@ -161,13 +161,13 @@ class HostLayer:
         k, v = (np.ascontiguousarray(self.rounded(x)) for x in (k, v))
         return Fresh(k, v, codes, positions)
 
-    def positions(self, address: int, steps: int, first: int) -> NDArray[np.int32]:
-        """Positions of new tokens, (batch, steps): those at an address, or without one all from the first."""
+    def positions(self, address: int, num_new: int, first: int) -> NDArray[np.int32]:
+        """Positions of new tokens, (batch, num_new): those at an address, or all from the first on."""
         batch = self.shape[0]
         if address:
-            found: NDArray[np.int32] = array_at(address, (batch, steps), "int32")
+            found: NDArray[np.int32] = array_at(address, (batch, num_new), "int32")
             return found
-        return np.tile(np.arange(first, first + steps, dtype=np.int32), (batch, 1))
+        return np.tile(np.arange(first, first + num_new, dtype=np.int32), (batch, 1))
 
 
 @lru_cache(maxsize=64)

@@ -298,10 +298,10 @@ class AttendCall:
 
     def __call__(self, view: CudaView, out: int, lse: int, stream: int) -> None:
         """Attend with the queries of a view; write to contiguous float32 arrays at two addresses."""
-        (batch, steps, heads, _), (*bh, entries) = view.shape, self._pages.rung.shape
+        (batch, num_new, heads, _), (*bh, entries) = view.shape, self._pages.rung.shape
         quads, slots = (*bh, entries // QUAD), QUAD * TOKENS_PER_PAGE
         kept = np.empty((*quads, 0), np.float32) if self._scores is None else self._scores.view(np.float32)
-        results = array_at(out, view.shape, "float32"), array_at(lse, (batch, heads, steps), "float32")
+        results = array_at(out, view.shape, "float32"), array_at(lse, (batch, heads, num_new), "float32")
         attend_into(
             *results, kept.reshape(*quads, kept.shape[-1] // slots, slots), view_at(view), self._pages,
             heads // bh[1], self._scale, self._softcap, self._window,

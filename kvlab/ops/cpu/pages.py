@@ -31,7 +31,7 @@ def write_tokens(layers: Sequence[HostLayer], moves: Sequence[Any], new_tokens: 
     """Carry out the moves of a phase, by layer."""
     from kvlab.numba_kernels.cpu.cache_write import write_moves
 
-    steps, first = int(new_tokens["steps"]), int(new_tokens["first"])
+    num_new, first = int(new_tokens["num_new"]), int(new_tokens["first"])
     for layer, mine in zip(layers, moves, strict=True):
         if len(mine):
             begins = np.flatnonzero(np.diff(mine[:, 1], prepend=np.int64(-1), append=np.int64(-1)))
@@ -39,16 +39,16 @@ def write_tokens(layers: Sequence[HostLayer], moves: Sequence[Any], new_tokens: 
                 write_moves, np.zeros(1, np.int64), begins, mine, layer.arena, layer.planned.rungs,
                 layer.formats, layer.frames, _moved(layer, new_tokens), alone=len(mine) < _PARALLEL_MOVES,
             )  # fmt: skip
-        if steps:
-            layer.tables["seqlen"][...] = first + steps
+        if num_new:
+            layer.tables["seqlen"][...] = first + num_new
 
 
 def _moved(layer: HostLayer, new_tokens: Any) -> Any:
     """New tokens that a struct names, as kernels take them."""
-    steps, first, (batch, heads, _) = int(new_tokens["steps"]), int(new_tokens["first"]), layer.shape
-    codes = array_at(int(new_tokens["importance"]), (batch * heads, steps), "uint8")
-    positions = layer.positions(int(new_tokens["positions"]), steps, first)
-    k, v = vectors_of(new_tokens, (batch, steps, heads, layer.head_dim))
+    num_new, first, (batch, heads, _) = int(new_tokens["num_new"]), int(new_tokens["first"]), layer.shape
+    codes = array_at(int(new_tokens["importance"]), (batch * heads, num_new), "uint8")
+    positions = layer.positions(int(new_tokens["positions"]), num_new, first)
+    k, v = vectors_of(new_tokens, (batch, num_new, heads, layer.head_dim))
     return layer.fresh(k, v, codes, positions)
 
 
@@ -66,16 +66,16 @@ def freeze_means(
     queries: CudaView | None = None,
 ) -> None:  # fmt: skip
     """`kvlab.ops.cuda.pages.freeze_means`, of one layer."""
-    (batch, heads, _), head_dim, steps = layer.shape, layer.head_dim, int(new_tokens["steps"])
-    total, mask, codes = before + steps, int(new_tokens["valid"]), int(new_tokens["importance"])
+    (batch, heads, _), head_dim, num_new = layer.shape, layer.head_dim, int(new_tokens["num_new"])
+    total, mask, codes = before + num_new, int(new_tokens["valid"]), int(new_tokens["importance"])
     wide, of_rows = ((batch, total, heads, head_dim), "float32"), (batch, total)
     kinds = (wide, wide, (of_rows, "uint8"), ((batch * heads, total), "uint8"), (of_rows, "int32"))
     given = zip(addresses, kinds, strict=True)
     merged = MergedTokens(before, *(array_at(at, *kind) if at else None for at, kind in given))
-    k, v = vectors_of(new_tokens, (batch, steps, heads, head_dim))
+    k, v = vectors_of(new_tokens, (batch, num_new, heads, head_dim))
     k = layer.rounded(k)  # of exact tokens, of which the frame is taken
-    valid = array_at(mask, (batch, steps), "bool") if mask else np.ones((batch, steps), bool)
-    importance = array_at(codes, (batch, heads, steps), "uint8")
+    valid = array_at(mask, (batch, num_new), "bool") if mask else np.ones((batch, num_new), bool)
+    importance = array_at(codes, (batch, heads, num_new), "uint8")
     q = np.empty((batch, 0, heads, head_dim), np.float32) if queries is None else view_at(queries)
     for row in range(batch):
         new = NewRow(k[row], v[row], q[row], valid[row], importance[row], int(new_tokens["first"]))
@@ -98,9 +98,9 @@ def crop_rows(layers: Sequence[HostLayer], end: int) -> None:
 
 def merge_rows(head_dim: int, addresses: Sequence[int], shape: tuple[int, int, int]) -> None:
     """`kvlab.ops.cuda.pages.merge_rows`."""
-    (batch, steps, heads), dtype = shape, "float32"
+    (batch, num_new, heads), dtype = shape, "float32"
     out, other = (array_at(addresses[i], (*shape, head_dim), dtype) for i in (0, 2))
-    lse, other_lse = (array_at(addresses[i], (batch, heads, steps), dtype) for i in (1, 3))
+    lse, other_lse = (array_at(addresses[i], (batch, heads, num_new), dtype) for i in (1, 3))
     _merge(out, lse, other, other_lse)
 
 
@@ -129,9 +129,9 @@ class AppendCall:
     ) -> None:  # fmt: skip
         """Finish attention over stored tokens with the new ones, then store these."""
         keys, values = view_at(k), view_at(v)
-        batch, steps, heads, _ = k.shape
-        mask = array_at(valid, (batch, steps), "bool") if valid else np.ones((batch, steps), bool)
-        codes = np.full((batch, heads, steps), encode_importance(np.ones(1))[0], np.uint8)
+        batch, num_new, heads, _ = k.shape
+        mask = array_at(valid, (batch, num_new), "bool") if valid else np.ones((batch, num_new), bool)
+        codes = np.full((batch, heads, num_new), encode_importance(np.ones(1))[0], np.uint8)
         waits = self._layer.waits
         rows = {ROWS["all"]: np.ones_like(waits), ROWS["waiting"]: waits, ROWS["others"]: ~waits}[self._rows]
         if self._observed == OBSERVED["norm"]:
@@ -147,19 +147,19 @@ class AppendCall:
         self, q: Any, k: Any, v: Any, valid: Any, out: int, lse: int, stored: bool, rows: NDArray[np.bool_]
     ) -> Floats:
         """Merge attention over new tokens of some rows into `out` and `lse`; return what these receive."""
-        batch, steps, heads, _ = q.shape
-        every = array_at(out, q.shape, q.dtype.name), array_at(lse, (batch, heads, steps), "float32")
+        batch, num_new, heads, _ = q.shape
+        every = array_at(out, q.shape, q.dtype.name), array_at(lse, (batch, heads, num_new), "float32")
         q, k, v, valid, result, total = (x[rows] for x in (q, k, v, valid, *every))
         if not stored:
             result[...], total[...] = 0, -np.inf
-        rules: dict[str, Any] = {"scale": self._scale, "softcap": self._softcap, "keep_rows": steps}
+        rules: dict[str, Any] = {"scale": self._scale, "softcap": self._softcap, "keep_rows": num_new}
         q, k, v = (x.astype(np.float32) for x in (q, k, v))
         exact = attend_exact(q, k, v, valid, **rules)
         _merge(result, total, exact.out, exact.lse)
         if not valid.all():
             result[~valid], total.swapaxes(1, 2)[~valid] = 0, np.inf
         every[0][rows], every[1][rows] = result, total
-        received = np.zeros((batch, k.shape[2], steps), np.float32)
+        received = np.zeros((batch, k.shape[2], num_new), np.float32)
         received[rows] = exact.mass(total)
         return received
 
@@ -172,15 +172,15 @@ class AppendCall:
             add_queries(tables["asked"][row], q[row, asking])
 
     def _store(self, k: Any, v: Any, valid: Any, codes: Any, rows: NDArray[np.bool_]) -> None:
-        """Store new tokens of some rows in open pages: codes (batch, heads, steps) are their importance."""
+        """Store new tokens of some rows in open pages: codes (batch, heads, num_new) are their importance."""
         from kvlab.numba_kernels.cpu.cache_write import append_tokens
 
-        layer, steps = self._layer, k.shape[1]
+        layer, num_new = self._layer, k.shape[1]
         lengths, waits = layer.tables["seqlen"], layer.waits
-        codes = np.ascontiguousarray(codes).reshape(-1, steps)
-        positions = layer.positions(0, steps, int(lengths[rows].max(initial=0)))
+        codes = np.ascontiguousarray(codes).reshape(-1, num_new)
+        positions = layer.positions(0, num_new, int(lengths[rows].max(initial=0)))
         new, formats, frames = layer.fresh(k, v, codes, positions), layer.formats, layer.frames
         for tables, mine in ((layer.planned, ~waits & rows), (layer.whole, waits & rows)):
             if mine.any() and not append_tokens(tables, formats, frames, new, valid & mine[:, None]):
                 layer.tables["status"] |= 1
-        lengths[rows] += steps
+        lengths[rows] += num_new

@@ -23,9 +23,9 @@ Ints = NDArray[np.int64]
 
 
 class NewRow(NamedTuple):
-    """New tokens of a row: k, v (steps, heads, head_dim), valid (steps,) bool, codes (heads, steps) uint8.
+    """New tokens of a row: k, v (n, heads, head_dim), valid (n,) bool, codes (heads, n) uint8.
 
-    q (steps or 0, query heads, head_dim): where there are none, there are no queries.
+    q (n or 0, query heads, head_dim): where there are none, there are no queries.
     """
 
     k: Any
@@ -97,8 +97,8 @@ def freeze_row(
     layer: HostLayer, row: int, new: NewRow, merged: MergedTokens, lookahead: int, force: bool
 ) -> None:
     """Take the frame of a row that has enough tokens, or keep its new ones; see `freeze_means`."""
-    pages, steps, heads = _Row(layer, row), len(new.valid), layer.shape[1]
-    tables, end = layer.tables, new.first + steps
+    pages, num_new, heads = _Row(layer, row), len(new.valid), layer.shape[1]
+    tables, end = layer.tables, new.first + num_new
     waits, seen = bool(tables["waits"][row]), np.flatnonzero(new.valid)
     held = [pages.tokens(head) for head in range(heads)] if waits else []
     waiting = len(held[0][0]) if held else 0
@@ -129,7 +129,7 @@ def freeze_row(
             named = np.array(addresses if page < WAITING_PAGES else NO_PAGE, np.uint32)
             tables["index"][at] = named.view(np.int32)
         tables["open"][row] = total // TOKENS_PER_PAGE + np.arange(OPEN_PAGES)
-    if steps:
+    if num_new:
         tables["seqlen"][row] = end
     if waits:
         tables["num_pages"][row], tables["waits"][row] = 0 if goes else WAITING_ENTRIES, not goes

@@ -61,7 +61,7 @@ def score_norms(k: Any, codes: Any, importance: str, stream: int = 0) -> None:
 
 
 def norm_codes(k: Any) -> NDArray[np.uint8]:
-    """Importance of keys (batch, steps, heads, head_dim): 1 / norm, (batch, heads, steps)."""
+    """Importance of keys (batch, num_new, heads, head_dim): 1 / norm, (batch, heads, num_new)."""
     squares = (k.astype(np.float64) ** 2).sum(-1).transpose(0, 2, 1)
     norm: Floats = np.sqrt(squares).astype(np.float32)
     inverse = np.reciprocal(np.maximum(norm, np.float32(1e-6)))

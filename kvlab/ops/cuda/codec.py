@@ -3,7 +3,9 @@
 - ``codec/rows.cu``: groups of 32 to 1,024 elements, a power of two, along rows of whole groups. One pass.
 - ``codec/columns.cu``: affine and symmetric groups of up to 128 rows, one scale a column. One pass.
 - ``codec/groups.cu`` and its Numba counterpart: groups of any size along rows, to codes of one byte, which
-  another launch packs. Any other axis is turned to the end by the caller's library first, and back.
+  another launch packs.
+
+Groups along any other axis: the caller's library first turns that axis to the end, and back afterwards.
 """
 
 from __future__ import annotations

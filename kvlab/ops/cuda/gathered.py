@@ -2,8 +2,8 @@
 
 The kernel walks a list of tiles made on the host (`run_list.py`), once for each kind of call. Tiles read
 what the rank has itself first; before a run of another rank is copied, the thread that loads keys waits for
-a counter in memory, which that rank raises when the keys are there. So no result is merged, and what comes
-late delays only tiles that are that far.
+a counter in memory, which that rank raises when the keys are there. So no result is merged, and a late
+run delays only the tiles that read it.
 """
 
 from __future__ import annotations

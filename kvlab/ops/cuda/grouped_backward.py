@@ -91,12 +91,12 @@ def attend_backward(
     addresses: Sequence[int],
     results: Results,
     deterministic: bool,
-    float32_dkv: bool,
+    float32_dk_dv: bool,
 ) -> tuple[list[Any], Any, Any]:
     """Launcher of backend "cuda" for Hopper: dq of each group, dk and dv."""
-    listed = listed_call(call, results.kinds, deterministic, float32_dkv)
+    listed = listed_call(call, results.kinds, deterministic, float32_dk_dv)
     if listed is None:
-        return attend_separately(call, arrays, addresses, results, deterministic, float32_dkv)
+        return attend_separately(call, arrays, addresses, results, deterministic, float32_dk_dv)
     return listed(addresses, results.addresses)
 
 

@@ -86,10 +86,10 @@ def attend_backward(
     addresses: Sequence[int],
     results: Results,
     deterministic: bool,
-    float32_dkv: bool,
+    float32_dk_dv: bool,
 ) -> tuple[list[Any], Any, Any]:
     """Launcher of backend "cuda": dq of each group, dk and dv."""
-    return attend_backward_with("cuda", call, arrays, addresses, results, deterministic, float32_dkv)
+    return attend_backward_with("cuda", call, arrays, addresses, results, deterministic, float32_dk_dv)
 
 
 def attend_backward_with(
@@ -99,7 +99,7 @@ def attend_backward_with(
     addresses: Sequence[int],
     results: Results,
     deterministic: bool,
-    float32_dkv: bool,
+    float32_dk_dv: bool,
 ) -> tuple[list[Any], Any, Any]:
     """Return gradients by separate calls of a backend."""
     found = [
@@ -113,7 +113,7 @@ def attend_backward_with(
         )
     ]  # fmt: skip
     of_keys = [[one[i] for one in found] for i in (1, 2)]
-    wide = float32_dkv and call.dtype != "float32"
+    wide = float32_dk_dv and call.dtype != "float32"
     dk, dv = (parts[0] if call.groups == 1 and not wide else _add(call, parts, wide) for parts in of_keys)
     return [one[0] for one in found], dk, dv
 

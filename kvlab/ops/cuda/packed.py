@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from kvlab.ops.packed import Layout, Pages, Window
 
 __all__ = [
-    "KEPT_ROW_BYTES", "AttendCall", "Workspace", "attend", "check_capability", "kept_quad_bytes",
-    "make_workspace", "most_query_tokens",
+    "SAVED_ROW_BYTES", "AttendCall", "Workspace", "attend", "check_capability", "make_workspace",
+    "max_query_tokens", "saved_quad_bytes",
 ]  # fmt: skip
 
-KEPT_ROW_BYTES = 64 + 4
-"""Of a row of a quad, kept as bytes: a code for each slot, and what they are relative to."""
+SAVED_ROW_BYTES = 64 + 4
+"""Of a row of a quad, saved as bytes: a code for each slot, and what they are relative to."""
 
 _ROWS = 8  # query rows of a sequence of the kernel: the columns of its matrix products
 _INT8_ROWS, _INT8_WIDTHS, _INT8_HEAD_DIMS = 4, {2, 3, 4, 8}, (64, 80, 96, 128)  # of 8-bit integer products
@@ -42,13 +42,13 @@ _MERGE_ROWS, _ENOUGH_STAGES, _MAX_STAGES = 4, 3, 6
 _SHIFT = 112  # how far a page may be from the place in its slot where it has room
 _FLAG = {2: 1, 3: 2, 4: 4, 8: 8, 16: 16}
 _INTEGERS = (
-    "pairs",
+    "num_bh",
     "heads_kv",
     "entries",
     "num_rungs",
     "rows",
     "group",
-    "kept",
+    "saved",
     "slot_bytes",
     "stages",
     "merge_rows",
@@ -106,7 +106,7 @@ def make_workspace(
     return Workspace(empty((blocks + sequences, _ROWS, head_dim + 2), "float32", like), semaphores)
 
 
-def most_query_tokens(pages: int, group: int, device: int) -> int:
+def max_query_tokens(pages: int, group: int, device: int) -> int:
     """Return how many query tokens a call may have, whose work the kernel counts with 32 bits.
 
     `pages` are the entries of the page tables of all (row, KV head) pairs.
@@ -115,12 +115,12 @@ def most_query_tokens(pages: int, group: int, device: int) -> int:
     return blocks * _ROWS // group
 
 
-def kept_quad_bytes(rows: int) -> int:
-    """Return the bytes that the scores of so many query rows of a KV head take for each quad, kept as bytes.
+def saved_quad_bytes(rows: int) -> int:
+    """Return the bytes that the scores of so many query rows of a KV head take for each quad, saved as bytes.
 
     `kvlab.reference.packed.scores_of_bytes` reads them.
     """
-    return -(-KEPT_ROW_BYTES * rows // 16) * 16
+    return -(-SAVED_ROW_BYTES * rows // 16) * 16
 
 
 def check_capability(device: int) -> tuple[int, int]:
@@ -160,7 +160,7 @@ def _plan(
     rows: int,
     softcap: bool,
     windowed: bool,
-    kept: int,
+    saved: int,
     device: int,
     warps: int = 0,
 ) -> _Plan:
@@ -169,18 +169,18 @@ def _plan(
     widths = [sum(_FLAG[w] for w in found) for found in (of_keys, of_values)]
     profiles = profile_names(layout.bits_k for layout in layouts)
     capability = check_capability(device)
-    # 12 warps leave 168 registers a thread, too few for larger heads, for windows, for scores of 8 rows (kept
-    # as float32, or at all beside profiles), and for all widths beyond sm_90. Raw pages take few
+    # 12 warps leave 168 registers a thread, too few for larger heads, for windows, for scores of 8 rows
+    # (saved as float32, or at all beside profiles), and for all widths beyond sm_90. Raw pages take few
     # instructions, and the ring is deeper with 8.
     raw = all(bits == _FLAG[16] for bits in widths)
     int8_mma = 0
     if of_keys | of_values <= _INT8_WIDTHS and head_dim in _INT8_HEAD_DIMS:
         int8_mma = 1 if rows <= _INT8_ROWS else 2
-    crowded = head_dim > 128 or windowed or (int8_mma == 2 and (kept == 4 or (profiles and kept > 0)))
+    crowded = head_dim > 128 or windowed or (int8_mma == 2 and (saved == 4 or (profiles and saved > 0)))
     warps = warps or (12 if capability[0] == 9 and not raw and not crowded else 8)
     macros: dict[str, int | str] = {
         "HEAD_DIM": head_dim, "BF16": int(dtype == "bfloat16"), "WIDTHS_K": widths[0], "WIDTHS_V": widths[1],
-        "WARPS": warps, "SOFTCAP": int(softcap), "WINDOW": int(windowed), "KEEP_SCORES": kept,
+        "WARPS": warps, "SOFTCAP": int(softcap), "WINDOW": int(windowed), "KEEP_SCORES": saved,
         "INT8_MMA": int8_mma,
     } | ({"PROFILES": profiles} if profiles else {})  # fmt: skip
     kernel = cuda_kernel("packed/packed_attention", None, tuple(macros.items()), device)
@@ -230,7 +230,7 @@ def attend(
     scores : array, optional
         Receives the scores of the last rows; contiguous. float32 (batch, num_heads_kv, entries / 4,
         keep_scores * group, 64), or what `kvlab.ops.cuda.scores.score_stored` reads: uint8 (batch,
-        num_heads_kv, entries / 4, kept_quad_bytes(keep_scores * group)).
+        num_heads_kv, entries / 4, saved_quad_bytes(keep_scores * group)).
     window : Window, optional
         How far queries see back; its positions are read on the device, contiguous. `pages` has `base` then.
     warps : int
@@ -268,18 +268,18 @@ class AttendCall:
         batch, seqlen_q, heads, _ = q.shape
         kv_heads, entries = pages.rung.shape[1:]
         group, device = heads // kv_heads, cuda_view(q, "q").device
-        most = most_query_tokens(batch * kv_heads * entries, group, device)
+        most = max_query_tokens(batch * kv_heads * entries, group, device)
         if seqlen_q > most:
             raise NotImplementedError(
                 f"q has {seqlen_q} tokens; with room for {batch * kv_heads * entries} pages in the page "
                 f"table a call takes {most}: attend fewer query tokens or rows of the batch at a time"
             )
-        rows, kept_bytes, kept = seqlen_q * group, 0, 0
+        rows, saved_bytes, saved = seqlen_q * group, 0, 0
         if scores is not None:
-            kept_bytes = numpy_dtype(dtype_name(scores, "scores")).itemsize
-            kept = scores.shape[3] // (KEPT_ROW_BYTES if kept_bytes == 1 else 1)
+            saved_bytes = numpy_dtype(dtype_name(scores, "scores")).itemsize
+            saved = scores.shape[3] // (SAVED_ROW_BYTES if saved_bytes == 1 else 1)
         layouts = tuple(pages.layouts)
-        traits = dtype_name(q), min(rows, _ROWS), softcap > 0, window is not None, kept_bytes, device, warps
+        traits = dtype_name(q), min(rows, _ROWS), softcap > 0, window is not None, saved_bytes, device, warps
         plan = _plan(layouts, *traits)
         call = np.zeros(1, _CALL.dtype)
         unit = getattr(pages, "unit", 0)  # bytes that `index` counts, if it does not count pages
@@ -299,7 +299,7 @@ class AttendCall:
             given_as = _GIVEN_AS.get(name, f"pages.{name}")
             call[name] = dense_pointer(cuda_view(array, given_as), given_as)
         sizes = (batch * kv_heads, kv_heads, entries, len(layouts))
-        numbers = (*sizes, rows, group, kept, plan.slot_bytes, plan.stages, plan.merge_rows)
+        numbers = (*sizes, rows, group, saved, plan.slot_bytes, plan.stages, plan.merge_rows)
         for name, value in zip(_INTEGERS, numbers, strict=True):
             call[name] = value
         call["scale"], call["softcap"] = scale, softcap

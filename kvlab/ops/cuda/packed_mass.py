@@ -1,4 +1,4 @@
-"""Attention mass on a GPU: kept scores become probabilities, one launch (``kernels/cuda/plan/score.cu``)."""
+"""Attention mass on a GPU: saved scores become probabilities, one launch (``kernels/cuda/plan/score.cu``)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvlab.pages import QUAD, TOKENS_PER_PAGE
 if TYPE_CHECKING:
     from kvlab.ops.packed import Pages
 
-__all__ = ["KEPT", "launch", "score_kernel"]
+__all__ = ["SAVED_SCORES", "launch", "score_kernel"]
 
-_KEPT = Struct(scores=ADDRESS, lse=ADDRESS, group="i", positions="i", seqlen="i", quads="i")
-KEPT = _KEPT.dtype
-"""`Kept` of plan/score.cu."""
+_SAVED_SCORES = Struct(scores=ADDRESS, lse=ADDRESS, group="i", positions="i", seqlen="i", quads="i")
+SAVED_SCORES = _SAVED_SCORES.dtype
+"""`SavedScores` of plan/score.cu."""
 _THREADS, _QUADS = 256, 16  # of a block
 
 
@@ -33,7 +33,7 @@ def launch(scores: ArrayT, lse: Array, pages: Pages, group: int) -> ArrayT:
     batch, heads, quads, rows, _ = scores.shape  # type: ignore[attr-defined]
     scores, lse = contiguous(scores, "scores"), contiguous(lse, "lse")
     mass = empty((batch, heads, QUAD * quads, TOKENS_PER_PAGE), "float32", scores)
-    kept = _KEPT.pack(
+    saved = _SAVED_SCORES.pack(
         scores=dense_pointer(cuda_view(scores, "scores"), "scores"),
         lse=dense_pointer(cuda_view(lse, "lse"), "lse"),
         group=group,
@@ -45,5 +45,5 @@ def launch(scores: ArrayT, lse: Array, pages: Pages, group: int) -> ArrayT:
     names = {"pages.count": pages.count, "pages.num_pages": pages.num_pages, "mass": mass}
     pointers = [dense_pointer(cuda_view(x, name), name) for name, x in names.items()]
     kernel = score_kernel("mass_of_scores", cuda_view(mass, "mass").device)
-    launch_on_device(kernel, grid, (_THREADS,), (*pointers, kept), scores)
+    launch_on_device(kernel, grid, (_THREADS,), (*pointers, saved), scores)
     return mass

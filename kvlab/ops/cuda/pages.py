@@ -37,7 +37,7 @@ __all__ = [
 _APPEND = np.dtype(
     [
         ("layer", STATE),
-        ("fresh", NEW_TOKENS),
+        ("new_tokens", NEW_TOKENS),
         *((name, "u8") for name in ("q", "out", "lse")),
         *((name, "i8") for name in ("q_batch", "q_step", "q_head")),
         *((name, "i4") for name in ("group", "has_stored", "observed")),
@@ -50,11 +50,11 @@ _APPEND = np.dtype(
 _FREEZE = np.dtype(
     [
         ("layer", "u8"),
-        ("fresh", NEW_TOKENS),
+        ("new_tokens", NEW_TOKENS),
         *((name, "u8") for name in ("k", "v", "valid", "importance", "positions")),
         ("q", "u8"),
         *((name, "i8") for name in ("q_batch", "q_step", "q_head")),
-        *((name, "i4") for name in ("num_heads_q", "before", "room", "force")),
+        *((name, "i4") for name in ("num_heads_q", "before", "lookahead", "force")),
         ("mean_factor", "u8"),
     ],
     align=True,
@@ -62,12 +62,12 @@ _FREEZE = np.dtype(
 _ROWS = np.dtype(
     [
         *((name, "u8") for name in ("from", "to", "sources", "rows", "origins", "kept")),
-        *((name, "u8") for name in ("places", "copies", "num_copies")),
+        *((name, "u8") for name in ("free_numbers", "copies", "num_copies")),
         *((name, "i4") for name in ("capacity", "head_dim")),
     ]
 )
-_FRESH, _QUERY, _STORED = (_APPEND.fields[name][1] for name in ("fresh", "q", "has_stored"))  # type: ignore[index]
-_WRITE_FRESH, _WRITE_QUERY = struct.Struct("4Q6q").pack_into, struct.Struct("3Q3q").pack_into
+_NEW, _QUERY, _STORED = (_APPEND.fields[name][1] for name in ("new_tokens", "q", "has_stored"))  # type: ignore[index]
+_WRITE_NEW, _WRITE_QUERY = struct.Struct("4Q6q").pack_into, struct.Struct("3Q3q").pack_into
 _WRITE_STORED = struct.Struct("i").pack_into
 MAX_GROUP = 16
 """Query heads of a KV head that one append can take."""
@@ -89,7 +89,7 @@ class AppendCall:
     head_dim : int
     dtype : str
     device : int
-    steps, group : int
+    num_new, group : int
     scale, softcap : float
     observed : int
         One of `OBSERVED`.
@@ -107,7 +107,7 @@ class AppendCall:
         dtype: str,
         device: int,
         *,
-        steps: int,
+        num_new: int,
         group: int,
         scale: float,
         softcap: float,
@@ -119,7 +119,7 @@ class AppendCall:
         call = np.zeros(1, _APPEND)
         call["layer"], call["group"], call["observed"] = state, group, observed
         call["scale"], call["softcap"], call["rows"] = scale, softcap, rows
-        call["fresh"]["steps"] = steps
+        call["new_tokens"]["num_new"] = num_new
         self._bytes = call.view(np.uint8).data
         grid = int(state["heads"]), int(state["batch"])
         self._launch = (
@@ -139,7 +139,7 @@ class AppendCall:
     ) -> None:
         """Launch; without queries `q` is None and `out`, `lse` are not read. `valid` is an address or 0."""
         call = self._bytes
-        _WRITE_FRESH(call, _FRESH, k.pointer, v.pointer, valid, 0, *k.strides[:3], *v.strides[:3])
+        _WRITE_NEW(call, _NEW, k.pointer, v.pointer, valid, 0, *k.strides[:3], *v.strides[:3])
         if q is None:
             _WRITE_QUERY(call, _QUERY, 0, 0, 0, 0, 0, 0)  # or those of a step before would be read again
         else:
@@ -150,8 +150,8 @@ class AppendCall:
 
 
 def write_tokens(
-    head_dim: int, dtype: str, device: int, states: int, lists: int, layers: int, groups: int, fresh: Any,
-    stream: int, *, profiles: str = "",
+    head_dim: int, dtype: str, device: int, states: int, lists: int, layers: int, groups: int,
+    new_tokens: Any, stream: int, *, profiles: str = "",
 ) -> None:  # fmt: skip
     """Carry out the moves of `layers` lists of at most `groups` destination pages each.
 
@@ -160,7 +160,7 @@ def write_tokens(
     `profiles` are its `kvlab.pages.profile_names`.
     """
     in_blocks = bool(profiles)
-    if groups * layers >= _MANY_PAGES and _can_prefill(fresh):
+    if groups * layers >= _MANY_PAGES and _can_prefill(new_tokens):
         kernel = _kernel("pages/prefill", "write_prefill", head_dim, dtype, device, profiles=profiles)
         row = -(-2 * head_dim // 128) * 128
         own = 13 * head_dim + 1984 if in_blocks else 5 * head_dim + 1920
@@ -171,24 +171,27 @@ def write_tokens(
         free = shared_memory_per_block(device) - kernel.resources.shared_bytes
         warps = min(most, free // each)
         grid = _grid(-(-groups // (4 * warps)), layers, multiprocessors(device))
-        kernel(grid, (32 * warps,), (states, lists, fresh), warps * each, stream)
+        kernel(grid, (32 * warps,), (states, lists, new_tokens), warps * each, stream)
         return
     kernel = _kernel("pages/write", "write_tokens", head_dim, dtype, device, profiles=profiles)
-    blocks = _BLOCKS if fresh["k"] else _FEW_BLOCKS
+    blocks = _BLOCKS if new_tokens["k"] else _FEW_BLOCKS
     warps = _WRITE_THREADS // 32
     grid = _grid(-(-groups // warps), layers, blocks * multiprocessors(device))
     own = 89 * head_dim + 1856 if in_blocks else 78 * head_dim + 1728  # WarpSpace in pages/sources.cuh
-    kernel((*grid, 2), (_WRITE_THREADS,), (states, lists, fresh), warps * own, stream)
+    kernel((*grid, 2), (_WRITE_THREADS,), (states, lists, new_tokens), warps * own, stream)
 
 
-def _can_prefill(fresh: Any) -> bool:
-    """Whether `NewTokens` are those of an empty cache, in places that write_prefill can copy from."""
-    if not fresh["k"] or fresh["first"] or fresh["positions"]:
+def _can_prefill(new_tokens: Any) -> bool:
+    """Whether `NewTokens` are those of an empty cache, where write_prefill can copy them from."""
+    if not new_tokens["k"] or new_tokens["first"] or new_tokens["positions"]:
         return False
-    strides = [int(fresh[f"{side}_{axis}"]) for side in "kv" for axis in ("batch", "step", "head")]
-    if any(place % 16 for place in (int(fresh["k"]), int(fresh["v"]), *(2 * stride for stride in strides))):
+    strides = [int(new_tokens[f"{side}_{axis}"]) for side in "kv" for axis in ("batch", "step", "head")]
+    if any(
+        number % 16
+        for number in (int(new_tokens["k"]), int(new_tokens["v"]), *(2 * stride for stride in strides))
+    ):
         return False
-    return all(0 <= 2 * stride * int(fresh["steps"]) < 1 << 32 for stride in (strides[1], strides[4]))
+    return all(0 <= 2 * stride * int(new_tokens["num_new"]) < 1 << 32 for stride in (strides[1], strides[4]))
 
 
 def _grid(groups: int, layers: int, blocks: int) -> tuple[int, int]:
@@ -206,7 +209,7 @@ def copy_pages(
 
 
 def freeze_means(
-    head_dim: int, dtype: str, device: int, state: int, batch: int, fresh: Any, addresses: Sequence[int],
+    head_dim: int, dtype: str, device: int, state: int, batch: int, new_tokens: Any, addresses: Sequence[int],
     before: int, mean_factor: int, stream: int, *, lookahead: int, force: bool,
     queries: CudaView | None = None, in_blocks: bool = False,
 ) -> None:  # fmt: skip
@@ -216,12 +219,12 @@ def freeze_means(
     ----------
     state : int
         Address of the LayerState of the layer.
-    fresh : NewTokens
-        Of the call, of no steps if it has none.
+    new_tokens : NewTokens
+        Of the call, with `num_new` 0 if it has none.
     addresses : sequence of int
         Of k, v, valid, importance and positions of `kvlab.cache.waiting.Merged`, 0 where there is none.
     before : int
-        Waiting tokens of a row that these have places for.
+        Waiting tokens of a row that these take.
     mean_factor : int
         Address of what means are multiplied by, (head_dim,) float32.
     lookahead : int
@@ -229,15 +232,15 @@ def freeze_means(
     force : bool
         No row waits any longer.
     queries : CudaView, optional
-        (batch, steps, query heads, head_dim), of the tokens of the call.
+        (batch, num_new, query heads, head_dim), of the tokens of the call.
     in_blocks : bool
         The ladder has profiles.
     """
     call = np.zeros(1, _FREEZE)
-    call["layer"], call["fresh"] = state, fresh
+    call["layer"], call["new_tokens"] = state, new_tokens
     for name, address in zip(("k", "v", "valid", "importance", "positions"), addresses, strict=True):
         call[name] = address
-    call["before"], call["room"], call["force"] = before, lookahead, force
+    call["before"], call["lookahead"], call["force"] = before, lookahead, force
     call["mean_factor"] = mean_factor
     if queries is not None:
         call["q"], call["num_heads_q"] = queries.pointer, queries.shape[2]
@@ -270,7 +273,7 @@ def take_rows(
     addresses : sequence of int
         As in `Rows` of pages/rows.cu, from `from` to `num_copies`.
     capacity : int
-        Pages of a layer that the lists have places for.
+        Pages of a layer that the lists take.
     in_place : bool
         As in `RowMove`.
     in_blocks : bool
@@ -298,17 +301,17 @@ def merge_rows(
 ) -> None:  # fmt: skip
     """Merge attention over other keys into the first.
 
-    Addresses are of out, lse, the other out and its lse, contiguous; shape is (batch, steps, heads).
+    Addresses are of out, lse, the other out and its lse, contiguous; shape is (batch, num_new, heads).
     """
-    batch, steps, heads = shape
-    kernel, rows = _kernel("pages/write", "merge_rows", head_dim, dtype, device), batch * steps * heads
-    numbers = (np.int32(rows), np.int32(steps), np.int32(heads))
+    batch, num_new, heads = shape
+    kernel, rows = _kernel("pages/write", "merge_rows", head_dim, dtype, device), batch * num_new * heads
+    numbers = (np.int32(rows), np.int32(num_new), np.int32(heads))
     kernel((-(-rows // 8),), (_THREADS,), (*addresses, *numbers), 0, stream)
 
 
 @lru_cache(maxsize=64)
 def _append_kernel(head_dim: int, dtype: str, top_k: int, top_v: int, device: int, in_blocks: bool) -> Kernel:
-    macros = {"HEAD_DIM": head_dim, "BF16": int(dtype == "bfloat16"), "TOP_K": top_k, "TOP_V": top_v}
+    macros = {"HEAD_DIM": head_dim, "BF16": int(dtype == "bfloat16"), "BITS_K": top_k, "BITS_V": top_v}
     return load(
         build("pages/append", _with_blocks(macros, in_blocks), arch_of(*compute_capability(device))),
         device=device,

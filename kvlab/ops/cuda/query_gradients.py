@@ -1,9 +1,9 @@
 """Gradients of queries on Hopper that see keys of several arrays: one workspace, one launch for each array.
 
-Parts of attention by separate calls would each prepare a workspace and write a dq of its own, and these would
-have to be added up. Here the launches before and behind are made once, and those between, one for each array
-of keys, may be on several streams: each gives dk and dv, and adds to dq in memory, in float32. So dq is
-rounded once, however many arrays there are.
+With a call for each array of keys, every call would prepare a workspace and write a dq of its own, and these
+would have to be added up. Here a workspace is prepared once and dq is finished once. Between these there is a
+launch for each array, on several streams if that helps: it gives dk and dv, and adds to dq in memory, in
+float32. So dq is rounded once, however many arrays there are.
 
 Queries are rows of one array in groups of equal size, one behind the other; a group sees a prefix of each
 array of keys (kvlab/ops/grouped.py).

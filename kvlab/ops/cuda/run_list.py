@@ -1,8 +1,8 @@
 """The list of tiles of attention over keys that lie in runs, made on the host from lengths that it knows.
 
-A sequence that several ranks share has keys in many places: a rank's own array, and a buffer for what others
-send. Keys of a chunk of a rank lie side by side, a *run*. Groups of queries see runs in an order of their
-own, so that what a rank has itself is read first (kernels go from the last keys to the first).
+The keys of a sequence that ranks share lie in a rank's own array and in a buffer for what others send. The
+keys of one chunk of one rank are contiguous: a *run*. Each group of queries has an order of runs in which the
+rank's own keys are read first (kernels go from the last keys to the first).
 
 Entries of a tile are those of kernels/cuda/attention/grouped_tiles.cuh. KV heads come one after another, as
 they are sent.

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from kvlab.arrays import CudaView, cuda_view, device_of, dtype_name, pointer_of
 from kvlab.jit.launch import PreparedLaunch
-from kvlab.ops.cuda.packed import KEPT_ROW_BYTES
-from kvlab.ops.cuda.packed_mass import KEPT, score_kernel
+from kvlab.ops.cuda.packed import SAVED_ROW_BYTES
+from kvlab.ops.cuda.packed_mass import SAVED_SCORES, score_kernel
 from kvlab.ops.device_arrays import dense_pointer
 
 __all__ = ["lies_in_units", "score_new", "score_norms", "score_stored"]
@@ -27,7 +27,7 @@ _SCORE_NEW = struct.Struct("4Q6q4i2f")
 """`ScoreNew` of plan/score.cu: addresses of q, k, lse, codes; strides of q and k; heads, group, seqlen,
 window; scale, softcap."""
 _FOLLOWING = np.dtype([("take", "f4"), *((name, "i4") for name in ("span", "old", "forecast", "counted"))])
-_SCORING = np.dtype([("layers", "u8"), ("kept", KEPT), ("following", _FOLLOWING)], align=True)
+_SCORING = np.dtype([("layers", "u8"), ("saved", SAVED_SCORES), ("following", _FOLLOWING)], align=True)
 _THREADS, _WARPS = 256, 8
 _SCORE_THREADS, _QUADS = 64, 8  # of a block of score_stored
 _FILLING = Lock()  # caches of several threads may share a launch
@@ -52,7 +52,7 @@ def score_stored(
     states : int
         Address of the LayerState structs of the layers.
     scores : uint8 array, (layers, batch, num_heads_kv, quads, nbytes), contiguous
-        What packed attention kept of the last query rows, `kvlab.ops.cuda.packed.kept_quad_bytes` a quad.
+        What packed attention saved of the last query rows, `kvlab.ops.cuda.packed.saved_quad_bytes` a quad.
     lse : float32 array, (layers, batch, num_heads_q, seqlen), contiguous
         Of every query row over all its keys, stored or not.
     importance : {"attention", "forecast"}
@@ -63,15 +63,15 @@ def score_stored(
         Tokens of this call that the layers' lengths on the device count already.
     """
     layers, batch, heads, quads, nbytes = scores.shape
-    group, rows = lse.shape[2] // heads, nbytes // KEPT_ROW_BYTES  # there is less than a row of padding
+    group, rows = lse.shape[2] // heads, nbytes // SAVED_ROW_BYTES  # there is less than a row of padding
     grid = -(-quads // _QUADS), batch * heads, layers
     if not all(grid):
         return
     call, launch = _scoring(grid, device_of(scores).index)
     old = min(span * (math.ceil(1 / take) - 1), 1 << 30) if take > 0 else 1 << 30
-    kept = pointer_of(scores), pointer_of(lse), group, rows // group, lse.shape[-1], quads
+    saved = pointer_of(scores), pointer_of(lse), group, rows // group, lse.shape[-1], quads
     with _FILLING:
-        call[0] = states, kept, (take, span, old, importance == "forecast", counted)
+        call[0] = states, saved, (take, span, old, importance == "forecast", counted)
         launch(stream)
 
 

@@ -30,7 +30,7 @@ def attend_backward(
     addresses: Sequence[int],
     results: Results,
     deterministic: bool,
-    float32_dkv: bool,
+    float32_dk_dv: bool,
 ) -> tuple[list[Any], Any, Any]:
     """Launcher of backend "numba": dq of each group, dk and dv."""
-    return attend_backward_with("numba", call, arrays, addresses, results, deterministic, float32_dkv)
+    return attend_backward_with("numba", call, arrays, addresses, results, deterministic, float32_dk_dv)

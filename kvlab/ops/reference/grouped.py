@@ -38,7 +38,7 @@ def attend_backward(
     _addresses: Any,
     results: Results,
     _deterministic: bool,
-    float32_dkv: bool,
+    float32_dk_dv: bool,
 ) -> tuple[list[Any], Any, Any]:
     """Launcher of backend "reference"; arguments as `kvlab.ops.cpu.grouped.attend_backward`."""
     cu_q, cu_k, lens = lengths_of(call, arrays)
@@ -55,7 +55,7 @@ def attend_backward(
         scale=call.scores.scale,
     )  # fmt: skip
     first, dtype = results.douts[0], q_groups[0].dtype
-    wide = np.dtype(np.float32) if float32_dkv else dtype
+    wide = np.dtype(np.float32) if float32_dk_dv else dtype
     return (
         [like_first(dq.astype(dtype), first) for dq in dq_groups],
         like_first(dk.astype(wide), first),

@@ -25,7 +25,7 @@ class Kernels(cpu.CpuExecutor):
         self.most_new_pages: list[
             int
         ] = []  # of the next plans, in place of what their workspace has room for
-        self.most_query_tokens = 1 << 20
+        self.max_query_tokens = 1 << 20
         self.scored: list[list[tuple[int, int]]] = []  # of every launch: (layer, tokens before the step)
 
     def kernels(self, store: DeviceStore) -> cpu.CpuKernels:  # type: ignore[override]
@@ -51,8 +51,8 @@ class _Noted(cpu.CpuKernels):
             notes.plans.append((layer, num_new, int(tables["status"][layer, 0])))
         tables["status"][first : first + layers] |= before
 
-    def most_query_tokens(self, group: int) -> int:
-        return self.notes.most_query_tokens
+    def max_query_tokens(self, group: int) -> int:
+        return self.notes.max_query_tokens
 
     def score_stored(self, first: int, scores: Any, lse: Any, *, counted: int, **rest: Any) -> None:
         lengths = self.store.tables["seqlen"][first : first + len(scores)]

@@ -28,7 +28,7 @@ def test_an_append_without_queries_has_none_of_a_step_before(monkeypatch: pytest
     state = np.zeros((), STATE)
     state["heads"], state["batch"] = 2, 1
     call = kernels.AppendCall(
-        state, Rung(8, 8), 64, "float16", 0, steps=1, group=2, scale=1.0, softcap=0.0, observed=1
+        state, Rung(8, 8), 64, "float16", 0, num_new=1, group=2, scale=1.0, softcap=0.0, observed=1
     )
     q, k, v = (CudaView(address, (1, 1, 2, 64), (128, 128, 64, 1), "float16", 0) for address in (16, 32, 48))
     call(q, k, v, 0, 64, 80, True, 0)

@@ -304,7 +304,7 @@ def test_new_tokens_may_be_overwritten_behind_their_step(kernels: Kernels) -> No
 def test_more_queries_than_a_launch_takes(kernels: Kernels, most: int) -> None:
     cache, rng = make(), np.random.default_rng(8)
     step(cache, rng, 100)
-    kernels.most_query_tokens = most
+    kernels.max_query_tokens = most
     step(cache, rng, 230)
     step(cache, rng, 100)
     check_state(cache, [range(430)] * 2)
@@ -433,7 +433,7 @@ def test_rows_lengths_and_files(kernels: Kernels, tmp_path: Any) -> None:
     ("change", "error", "text"),
     [
         (lambda q, k, v: (q.astype(np.float32), k, v), TypeError, "q has dtype float32"),
-        (lambda q, k, v: (q, k[:, :1], v), ValueError, "k has 1 steps, but q has 2"),
+        (lambda q, k, v: (q, k[:, :1], v), ValueError, "k has 1 tokens, but q has 2"),
         (lambda q, k, v: (q, k, v[:, :, :1]), ValueError, "v"),
         (lambda q, k, v: (q, k, v[..., ::-1]), ValueError, "v must be contiguous"),
     ],
