@@ -4,11 +4,11 @@ A model calls `step` once a layer: the new queries attend every stored token, st
 and the new tokens exactly and causally; then the new tokens are stored. While the bytes last, tokens stay at
 the highest rung; when a page is needed that does not fit, the least important tokens of the row are demoted.
 
-What lies where: options.py (options, and bytes a row may take), frames.py (given frames of keys), layers.py
-(what is fixed of a layer; widths: kvlab/ladder.py), importance.py and score.py (scores), runner.py (checks),
-step.py and prefill.py (steps of few and of many tokens), waiting.py (tokens that wait for their frame),
-launches.py (a step's launches), store.py (pages and tables, beams, copies), reallocation.py (plans, moves),
-contents.py (what files get). Executors, cpu.py and cuda.py, launch what `kvlab.ops.cpu` and
+What lies where: options.py (options, and bytes a row may take), layers.py (what is fixed of a layer; widths:
+kvlab/ladder.py, frames of keys: kvlab/ops/frame.py, key_frames.py), importance.py and score.py (scores),
+runner.py (checks), step.py and prefill.py (steps of few and of many tokens), waiting.py (tokens that wait for
+their frame), launches.py (a step's launches), store.py (pages and tables, beams, copies), reallocation.py
+(plans, moves), contents.py (what files get). Executors, cpu.py and cuda.py, launch what `kvlab.ops.cpu` and
 `kvlab.ops.cuda` have; what a plan may take is in `kvlab.ops.plan`.
 """
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvlab.cache.cache import MixedPrecisionCache
-from kvlab.cache.frames import KeyFrames
 from kvlab.ops.frame import FRAME
+from kvlab.ops.key_frames import KeyFrames
 from tests.gpu.packed_cases import to_torch
 
 HEADS_Q, HEADS, DIM = 8, 2, 64
