@@ -40,10 +40,10 @@ def host_layers(store: DeviceStore) -> list[HostLayer]:
         HostLayer(
             {name: table[number] for name, table in store.tables.items()}, store.arenas[number],
             store.waiting[number], of.layouts, store.widest, of.dtype, store.slab[number],
-            store.num_slabs[number], of.evicts, of.in_blocks, of.is_narrow, store.sliding_windows[number],
+            store.num_slabs[number], of.evicts, of.in_blocks, of.is_narrow, layer.sliding_window,
             store.mean_factors[number],
         )
-        for number, of in enumerate(store.stores)
+        for number, (layer, of) in enumerate(zip(store.layers, store.stores, strict=True))
     ]  # fmt: skip
 
 

@@ -178,7 +178,7 @@ class StepCalls:
             self._memory = self._for_attend(q, view, kept)
         out, lse, scores, workspace = self._memory
         mode = self._waiting.mode(layer)
-        known = layer, mode, after if self._store.sliding_windows[layer] else 0
+        known = layer, mode, after if self._store.layers[layer].sliding_window else 0
         if known not in self._attends:
             pages, window = self._store.pages(layer, waiting=mode != "none"), self._store.window(layer, after)
             rules = {"scale": scale, "softcap": softcap, "scores": scores, "window": window}

@@ -150,13 +150,9 @@ class Reallocator:
         return self._nbytes(smallest_nbytes, layer, length, lookahead=lookahead) <= row_budgets[layer]
 
     def _nbytes(self, of: Callable[..., int], layer: int, length: int, **options: int) -> int:
-        store, window, reach = self.store.stores[layer], self._rules["window"], self.reach(layer)
+        store, window, reach = self.store.stores[layer], self._rules["window"], self.store.reach(layer)
         geometry = store.num_heads_kv, self.ladders[layer], store.fixed_nbytes
         return of(length, *geometry, window=window, reach=reach, **options)
-
-    def reach(self, layer: int) -> int:
-        """`DeviceStore.reach` of the tokens that plans keep."""
-        return self.store.reach(layer, self._rules["rewind"])
 
     def reallocate(
         self,
@@ -198,7 +194,7 @@ class Reallocator:
         fallen = max((max(before - after, 0) for before, after in both), default=0)
         new_pages = dropped = shape.batch * shape.heads * shape.entries
         if self.tidy:
-            left_windows = LOOKAHEAD if any(self.store.sliding_windows) else 0
+            left_windows = LOOKAHEAD if any(layer.sliding_window for layer in self.store.layers) else 0
             new_pages, dropped = self._crop_bounds(shape, cropped + left_windows, fallen)
         workspace, at_once = self._workspace(layers, new_pages, dropped)
         self.set_row_budgets(row_budgets)

@@ -28,7 +28,7 @@ from kvlab.device import translated_out_of_memory
 from kvlab.ops.cuda.plan import Workspace
 from kvlab.ops.frame import LAST
 from kvlab.ops.layer_state import MAX_NEW, WAITING_PAGES, new_tokens
-from kvlab.ops.plan import first_seen, reach_of, spare_nbytes
+from kvlab.ops.plan import first_seen, reach_of
 from kvlab.pages import TOKENS_PER_PAGE
 
 if TYPE_CHECKING:
@@ -95,13 +95,8 @@ class DeviceCache:
         budgets = _arena_budgets(self.layers, capacity, row_budgets_of(capacity), self.settings.rewind)
         with translated_out_of_memory(f"a cache of {capacity} tokens a row"):
             store = DeviceStore(
-                [layer.stored for layer in self.layers],
-                self.batch, self.executor, self.like, capacity, budgets,
-                spare=lambda of, slab: spare_nbytes(self.batch, of.num_heads_kv, of.levels, slab),
-                takes_mean=takes, holds_waiting=holds, rewind=self.settings.rewind,
-                sliding_windows=[layer.sliding_window for layer in self.layers],
-                frames=[layer.frame for layer in self.layers],
-                mean_factors=[layer.mean_factor for layer in self.layers],
+                self.layers, self.batch, self.executor, self.like, capacity, budgets, holds,
+                self.settings.rewind,
             )  # fmt: skip
             if fill is not None:
                 fill(store)
@@ -363,7 +358,7 @@ class DeviceCache:
 
     def count_dropped(self, layer: int, length: int) -> None:
         """Say that a plan of a layer with so many tokens drops those that its sliding window has passed."""
-        self.dropped[layer] = max(self.dropped[layer], first_seen(length, self.reallocator.reach(layer)))
+        self.dropped[layer] = max(self.dropped[layer], first_seen(length, self.store.reach(layer)))
 
     # ---- rare operations -----------------------------------------------------------------------------------
 
