@@ -161,9 +161,7 @@ class Model:
     def check(self) -> None:
         torch.cuda.synchronize()
         assert not bool(self.store.tables["status"].any())
-        (used,) = self.store.read("used")
-        for layer in range(self.layers):
-            assert self.store.nbytes(layer, used[layer]) <= self.batch * self.share
+        assert max(self.store.nbytes()) <= self.batch * self.share
 
     def decode(self, cycles: int) -> dict[str, float]:
         bounds = crop_bounds(self.shape(0), self.ladder, QUAD * TOKENS_PER_PAGE, 0)

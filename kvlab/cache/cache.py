@@ -159,8 +159,8 @@ class MixedPrecisionCache(Runner):
     @property
     def nbytes(self) -> int:
         """Bytes in live buffers: pages, page table, key frames, exact tokens. On a GPU, waits for it."""
-        used = self._device.used()
-        return sum(self._device.store.nbytes(layer, used[layer]) for layer in range(len(used)))
+        self._device.reallocator.synchronize()
+        return sum(self._device.store.nbytes())
 
     @property
     def reserved_nbytes(self) -> int:
@@ -400,10 +400,11 @@ class MixedPrecisionCache(Runner):
         if length > self._device.capacity:
             self._device = self._make(self._device.executor, self._device.like, length)
         fill(self._device, states, arrays)
-        store, used = self._device.store, self._device.used()
-        for layer, most in enumerate(self._limit.row_budgets(length, self.batch) or ()):
-            if store.nbytes(layer, used[layer]) > most * self.batch:
-                raise FormatError("the budget does not hold what it has stored")
+        row_budgets = self._limit.row_budgets(length, self.batch)
+        if row_budgets is not None:
+            for held, most in zip(self._device.store.nbytes(), row_budgets, strict=True):
+                if held > most * self.batch:
+                    raise FormatError("the budget does not hold what it has stored")
 
     def _take_rows(self, rows: NDArray[np.int64]) -> None:
         """Let row i become row `rows[i]`."""

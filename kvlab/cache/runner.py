@@ -388,14 +388,15 @@ class Runner(CacheOptions):
         device = self._device
         if not self._met:
             raise RuntimeError("a step must run once before a graph records it")
-        before, kept = [counter.copy() for counter in device.counters], device.collector.state
+        counters = device.lengths, device.since, device.lookahead
+        before, collected = [counter.copy() for counter in counters], dict(vars(device.collector))
         device.waiting.recording = True
         try:
             yield
         finally:
             device.waiting.recording = False
-            device.collector.state = kept
-            for counter, values in zip(device.counters, before, strict=True):
+            vars(device.collector).update(collected)
+            for counter, values in zip(counters, before, strict=True):
                 counter[:] = values
 
     def replayed(self, steps: int = 1) -> None:

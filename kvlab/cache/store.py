@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from kvlab.arrays import numpy_dtype, viewed
 from kvlab.cache.layers import Layer, LayerFormat
-from kvlab.ops.frame import FRAME
+from kvlab.ops.frame import FRAME, LAST
 from kvlab.ops.layer_state import OPEN_PAGES, POINTERS, RUNGS, STATE, UNIT, WAITING_ENTRIES, WAITING_PAGES
 from kvlab.ops.packed import Window
 from kvlab.ops.plan import reach_of, spare_nbytes
@@ -99,6 +99,17 @@ def _slabs_of(store: LayerFormat, batch: int, pages: int, most: int | None) -> t
     filled = slab - max(slab % record for record in records)
     spare = spare_nbytes(batch, store.num_heads_kv, store.levels, slab)
     return slab, -(-(held + spare) // filled) + len(records) + 1
+
+
+def _highest_nbytes(layer: Layer, capacity: int, rewind: int) -> int:
+    """Bytes of a row of so many tokens at the highest rung, behind exact ones of the residual window."""
+    store, exact = layer.store, layer.stored.page_bytes(len(layer.stored.ladder) - 1)
+    tokens = min(capacity, reach_of(layer.sliding_window, rewind) or capacity)
+    pages = tokens // TOKENS_PER_PAGE + (1 + (capacity >> 16)) * len(store.ladder)
+    longest = max(layer.residual, LAST - 1) if layer.takes_mean else layer.residual
+    window = -(-longest // TOKENS_PER_PAGE) + 2
+    packed = pages * store.page_bytes(len(store.ladder) - 1)
+    return store.num_heads_kv * (packed + window * exact) + store.fixed_nbytes
 
 
 def _pointers(states: Any) -> NDArray[np.uint64]:
@@ -181,6 +192,8 @@ class DeviceStore:
         others = OPEN_PAGES + 2 + self.num_rungs * (segments + QUAD - 1)  # open, left over, and fillers
         pages = -(-capacity // TOKENS_PER_PAGE) + others
         self.entries = max(-(-pages // QUAD) * QUAD, WAITING_ENTRIES)
+        if row_budgets is None and layers[0].residual:  # whose pages of width 16 are for few tokens
+            row_budgets = [_highest_nbytes(layer, capacity, rewind) for layer in layers]
         self.slab, self.num_slabs = [], []
         for number, store in enumerate(stores):
             reach, entries = self.reach(number), self.entries
@@ -449,12 +462,15 @@ class DeviceStore:
         tables["index"] = index
         return LayerPages(layouts, tuple(pools), **tables, **frame, dtype=self.stores[layer].dtype)
 
-    def nbytes(self, layer: int, used: NDArray[np.int32]) -> int:
-        """Bytes of the live pages and tables of a layer, given how many pages each rung has."""
-        store = self.stores[layer]
-        pages = sum(int(n) * store.page_bytes(r) for r, n in enumerate(used[: len(store.ladder)]))
-        waiting = int(used[len(store.ladder)]) // WAITING_PAGES * store.waiting_nbytes
-        return pages + waiting + self.batch * store.fixed_nbytes
+    def nbytes(self) -> list[int]:
+        """Bytes of the live pages and tables of each layer; waits for the device."""
+        used, waits, num_pages = self.read("used", "waits", "num_pages")
+        waiting, found = ((waits > 0)[..., None] & (num_pages > 0)).sum((1, 2)), []
+        for layer, (store, pages) in enumerate(zip(self.stores, used.tolist(), strict=True)):
+            held = sum(n * store.page_bytes(r) for r, n in enumerate(pages[: len(store.ladder)]))
+            heads = int(waiting[layer]) * self.holds_waiting[layer]
+            found.append(held + heads * store.waiting_nbytes + self.batch * store.fixed_nbytes)
+        return found
 
     def read(self, *names: str) -> list[NDArray[Any]]:
         """Copies of tables on the host; waits for the device."""
