@@ -157,7 +157,7 @@ def device_times(packed: kvlab.MixedPrecisionCache) -> dict[str, float]:
     out, lse = torch.empty_like(q), torch.empty(packed.batch, HEADS_Q, 1, device="cuda")
     row_budgets = packed._limit.row_budgets(packed.seqlen, packed.batch)
     device.reallocate(1, row_budgets)
-    calls = [device.calls.step(i, q, 1, DIM**-0.5, 0.0, "mass", False) for i in range(layers)]
+    calls = [device.calls.step(i, q, 1, DIM**-0.5, 0.0, False) for i in range(layers)]
 
     def attend(stream: int) -> None:
         for attend, *_ in calls:

@@ -36,8 +36,6 @@ __all__ = ["DeviceCache", "RowBudgetsOf"]
 
 RowBudgetsOf = Callable[[int], "RowBudgets"]
 NO_TOKENS = CudaView(0, (0, 0, 0, 0), (0, 0, 0, 0), "float16", 0)
-OBSERVED_AS = {"mass": "mass", "key_norm": "norm", "nothing": "one"}
-"""What the importance of a new token of a step is, by what the policy observes."""
 
 
 class PlanMemory(NamedTuple):
@@ -204,12 +202,7 @@ class DeviceCache:
         self.count(layer, num_new, collects)
 
     def _calls(self, layer: int, q: Any, num_new: int, scale: float, softcap: float) -> tuple[Any, Any, Lse]:
-        observed = self.observed_as(layer)
-        return self.calls.step(layer, q, num_new, scale, softcap, observed, self.collects(layer, num_new))
-
-    def observed_as(self, layer: int) -> str:
-        """What the importance of a new token of a step is, one of `OBSERVED`."""
-        return OBSERVED_AS[self.observes[layer]]
+        return self.calls.step(layer, q, num_new, scale, softcap, self.collects(layer, num_new))
 
     def opens_pages(self, layer: int, num_new: int, row_budgets: RowBudgets) -> bool:
         """Whether the bytes of a row hold open pages for `num_new` tokens; else a plan takes them in now."""
@@ -225,8 +218,7 @@ class DeviceCache:
     def append(self, layer: int, k: Any, views: list[CudaView], valid: int) -> None:
         """Store few tokens, for which there is room; arguments as in `step`."""
         num_new, stream = views[0].shape[1], self.executor.stream(k)
-        observed = "one" if self.observes[layer] == "nothing" else "norm"
-        call = self.calls.append(layer, num_new, 1.0, 0.0, observed)
+        call = self.calls.append(layer, num_new, 1.0, 0.0, has_queries=False)
         self.flush(stream)
         if valid:
             self.waiting.mask(layer)
