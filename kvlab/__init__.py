@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvlab.cache.cache import MixedPrecisionCache as MixedPrecisionCache
-    from kvlab.cache.frames import KeyFrames as KeyFrames
     from kvlab.errors import BudgetError as BudgetError
     from kvlab.errors import FormatError as FormatError
     from kvlab.errors import OutOfMemory as OutOfMemory
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from kvlab.ops.grouped_backward import (
         grouped_attention_varlen_backward as grouped_attention_varlen_backward,
     )
+    from kvlab.ops.key_frames import KeyFrames as KeyFrames
     from kvlab.registry import last_backend as last_backend
 
 __version__ = "0.1.0.dev0"
@@ -42,7 +42,7 @@ __version__ = "0.1.0.dev0"
 _HOME = {
     "BudgetError": "kvlab.errors",
     "FormatError": "kvlab.errors",
-    "KeyFrames": "kvlab.cache.frames",
+    "KeyFrames": "kvlab.ops.key_frames",
     "MixedPrecisionCache": "kvlab.cache.cache",
     "OutOfMemory": "kvlab.errors",
     "Quantized": "kvlab.ops.codec",

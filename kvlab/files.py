@@ -7,9 +7,8 @@ has it, so that other tools can list and read them. The header's metadata holds
     checksum  SHA-256 of everything behind the header and of the header's other fields
 
 Nothing is executed, and nothing is allocated from a number in the file before the file is known to be whole:
-size, checksum and every shape are checked first. Whatever the damage, `read` raises FormatError. Files are
-written under a temporary name in the same folder, flushed to disk and renamed. A file that is there keeps its
-permissions; a symbolic link stays, and the file that it names is replaced.
+size, checksum and every shape are checked first. Whatever the damage, `read` raises FormatError. All files of
+kvlab that must be whole, of this kind or another, are written by `write_whole`.
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ __all__ = [
     "parse",
     "read",
     "write",
+    "write_whole",
 ]
 
 FORMAT_VERSION = 7
@@ -64,25 +64,43 @@ def write(path: str | os.PathLike[str], description: dict[str, Any], arrays: Arr
     metadata = {"kvlab": text, "checksum": _checksum(entries, text, parts)}
     header = json.dumps({"__metadata__": metadata, **entries}).encode()
     header += b" " * (-len(header) % 8)
-    target = Path(os.path.realpath(checked_path(path)))  # a link stays one: what it names is replaced
+    target = Path(os.path.realpath(checked_path(path)))
     if target.is_dir():
         raise IsADirectoryError(f"path={os.fspath(path)!r} is a folder: name a file")
     if not target.parent.is_dir():
         raise FileNotFoundError(f"path={os.fspath(path)!r}: make the folder {target.parent} first")
-    temporary = target.parent / f".kvlab-{secrets.token_hex(8)}"
-    mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
+    write_whole(target, len(header).to_bytes(8, "little") + header, *parts)
+
+
+def write_whole(path: Path, *parts: bytes, durable: bool = True) -> None:
+    """Write a file that is whole or as it was before, whatever ends the process and when.
+
+    The bytes go to a temporary file of a name of its own in the same folder, which is then renamed, so two
+    processes that write the same file leave the bytes of one of them. A file that is there keeps its
+    permissions; a symbolic link stays, and the file that it names is replaced. `durable`: the bytes are on
+    the disk before the name is theirs, and so is the name when this returns.
+    """
+    path = Path(os.path.realpath(path))
+    temporary = path.with_name(f".kvlab-{secrets.token_hex(8)}.tmp")
+    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else None
     try:
         with open(temporary, "xb", opener=partial(os.open, mode=0o666 if mode is None else 0o600)) as file:
             if mode is not None:
                 os.chmod(temporary, mode)
-            file.write(len(header).to_bytes(8, "little") + header)
             file.writelines(parts)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    if durable:
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def checked_path(path: str | os.PathLike[str]) -> Path:

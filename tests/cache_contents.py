@@ -25,7 +25,7 @@ def seen_of(cache: Any, layer: int) -> dict[str, Any]:
         return {}
     return {
         "window": (window - 1, -1),
-        "first_position": np.full(cache.batch, cache._runner.seqlen(layer), np.int32),
+        "first_position": np.full(cache.batch, cache._device.lengths[layer], np.int32),
     }
 
 
@@ -129,11 +129,11 @@ def failures_of_cache(
     ]
     found = []
     for work in works:
-        batch, lengths, before = cache.batch, list(cache._runner._device.lengths), pages_of(cache)
+        batch, lengths, before = cache.batch, list(cache._device.lengths), pages_of(cache)
 
         def unchanged(batch: int = batch, lengths: Any = lengths, before: Any = before) -> None:
-            assert cache._runner._device.lengths == lengths
-            assert cache.batch == cache._runner._device.store.batch == batch
+            assert cache._device.lengths == lengths
+            assert cache.batch == cache._device.store.batch == batch
             for old, new in zip(before, pages_of(cache), strict=True):
                 assert all(np.array_equal(a, b) for a, b in zip(old.pools, new.pools, strict=True))
 

@@ -129,7 +129,7 @@ class StatefulCache(RuleBasedStateMachine):
 
     def lacks(self, end: int) -> bool:
         """Whether a window would begin before what plans have left of a layer if rows ended at `end`."""
-        dropped = self.cache._runner._device.dropped
+        dropped = self.cache._device.dropped
         return any(
             window and end and max(end - window + 1, 0) < dropped[layer]
             for layer, window in enumerate(self.cache.windows)
@@ -218,7 +218,7 @@ class StatefulCache(RuleBasedStateMachine):
         assert (cache.seqlen, cache.batch) == (self.length, len(self.rows))
         assert cache.nbytes <= (cache.budget_nbytes or cache.nbytes)
         assert cache.nbytes <= cache.reserved_nbytes
-        device = cache._runner._device
+        device = cache._device
         if device is None:
             return
         check_store(device.store)

@@ -30,7 +30,7 @@ import torch
 
 from kvlab.arrays import cuda_view
 from kvlab.cache.cuda import GPU, GpuKernels
-from kvlab.cache.layers import LayerFormat
+from kvlab.cache.layers import Layer, LayerFormat
 from kvlab.cache.score import Collector
 from kvlab.cache.store import DeviceStore
 from kvlab.lab.results import provenance
@@ -41,7 +41,7 @@ from kvlab.ops.cuda import pages as kernels
 from kvlab.ops.cuda import plan
 from kvlab.ops.cuda.packed import saved_quad_bytes
 from kvlab.ops.layer_state import NEW_TOKENS, OBSERVED, STATE, new_tokens
-from kvlab.ops.plan import Ladder, PlanShape, crop_bounds, spare_nbytes
+from kvlab.ops.plan import Ladder, PlanShape, crop_bounds
 from kvlab.pages import QUAD, TOKENS_PER_PAGE
 
 SHAPES = {  # layers, batch, tokens, KV heads, group, sliding window or 0
@@ -89,17 +89,14 @@ class Model:
         layers, batch, tokens, heads, group, self.window = shape
         self.layers, self.batch, self.tokens, self.heads, self.group = layers, batch, tokens, heads, group
         (ladder,) = set(parse_bits(bits, layers))
-        stores = [LayerFormat(ladder, heads, HEAD_DIM, "bfloat16") for _ in range(layers)]
-        self.host = stores[0]
+        self.host = LayerFormat(ladder, heads, HEAD_DIM, "bfloat16")
         costs = tuple(self.host.page_bytes(r) for r in range(len(ladder)))
         self.ladder = Ladder(costs, tuple(map(loss_of, ladder)))
         self.share = int(fraction * 4 * heads * HEAD_DIM * (self.window or tokens))
         like = torch.empty(1, device="cuda")
-        spare = lambda _, slab: spare_nbytes(batch, heads, self.ladder, slab)  # noqa: E731
-        shares, windows = [self.share] * layers, [self.window] * layers
-        self.store = DeviceStore(
-            stores, batch, GPU, like, tokens + 1024, shares, spare, sliding_windows=windows
-        )
+        of_layers = [Layer(self.host, 0, "mass", self.window, frame={})] * layers
+        shares, waits = [self.share] * layers, [False] * layers
+        self.store = DeviceStore(of_layers, batch, GPU, like, tokens + 1024, shares, waits)
         self.store.tables["budget"].fill_(self.share)
         self.like, self.stream = like, torch.cuda.current_stream().cuda_stream
         rng = np.random.default_rng(0)
@@ -164,9 +161,7 @@ class Model:
     def check(self) -> None:
         torch.cuda.synchronize()
         assert not bool(self.store.tables["status"].any())
-        (used,) = self.store.read("used")
-        for layer in range(self.layers):
-            assert self.store.nbytes(layer, used[layer]) <= self.batch * self.share
+        assert max(self.store.nbytes()) <= self.batch * self.share
 
     def decode(self, cycles: int) -> dict[str, float]:
         bounds = crop_bounds(self.shape(0), self.ladder, QUAD * TOKENS_PER_PAGE, 0)

@@ -149,15 +149,15 @@ def measure(model: LlamaForCausalLM, name: str, batch: int, n: int, steps: int) 
 
 def device_times(packed: kvlab.MixedPrecisionCache) -> dict[str, float]:
     """Microseconds of device time a layer: attention, append, and a plan of all layers."""
-    device = packed._runner._device
+    device = packed._device
     layers = packed.num_layers
     q = torch.randn(packed.batch, 1, HEADS_Q, DIM, dtype=torch.bfloat16, device="cuda")
     k, v = tokens(packed.batch, 1)
     views = [cuda_view(x, "x") for x in (q, k, v)]
     out, lse = torch.empty_like(q), torch.empty(packed.batch, HEADS_Q, 1, device="cuda")
-    row_budget = packed._limit.row_budget(packed.seqlen, packed.batch)
-    device.reallocate(1, row_budget)
-    calls = [device.calls.step(i, q, 1, DIM**-0.5, 0.0, "mass", False) for i in range(layers)]
+    row_budgets = packed._limit.row_budgets(packed.seqlen, packed.batch)
+    device.reallocate(1, row_budgets)
+    calls = [device.calls.step(i, q, 1, DIM**-0.5, 0.0, False) for i in range(layers)]
 
     def attend(stream: int) -> None:
         for attend, *_ in calls:
@@ -171,7 +171,7 @@ def device_times(packed: kvlab.MixedPrecisionCache) -> dict[str, float]:
         return recorded(lambda: work(torch.cuda.current_stream().cuda_stream))
 
     works = {"attend_us": on_current_stream(attend), "append_us": on_current_stream(append)}
-    works["plan_us"] = lambda: device.reallocate(1, row_budget)
+    works["plan_us"] = lambda: device.reallocate(1, row_budgets)
     return {
         name: 1e6 * time_by_events({name: work}, repeats=8, warm=False)[name].median / layers
         for name, work in works.items()

@@ -31,7 +31,6 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from kvlab.cache.frames import KeyFrames
 from kvlab.errors import BudgetError
 from kvlab.integrations.frames import measure_frames
 from kvlab.integrations.transformers import KVLabCache
@@ -41,6 +40,7 @@ from kvlab.lab.quality.prompts import many_keys
 from kvlab.lab.quality.stress import large_channels, shifted_keys
 from kvlab.lab.quality.text import cut_windows
 from kvlab.lab.results import provenance
+from kvlab.ops.key_frames import KeyFrames
 
 WINDOWS, PROMPT, SCORED = 16, 1024, 128
 TEXTS, KEYS, TEXT = 20, 10, 1536

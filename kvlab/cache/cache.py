@@ -4,44 +4,39 @@ A model calls `step` once a layer: the new queries attend every stored token, st
 and the new tokens exactly and causally; then the new tokens are stored. While the bytes last, tokens stay at
 the highest rung; when a page is needed that does not fit, the least important tokens of the row are demoted.
 
-What lies where: options.py (options, and bytes a row may take), frames.py (given frames of keys), layers.py
-(what is fixed of a layer; widths: kvlab/ladder.py), importance.py and score.py (scores), runner.py (checks),
-step.py and prefill.py (steps of few and of many tokens), waiting.py (tokens that wait for their frame),
-launches.py (a step's launches), store.py (pages and tables, beams, copies), reallocation.py (plans, moves),
-contents.py (what files get). Executors, cpu.py and cuda.py, launch what `kvlab.ops.cpu` and
-`kvlab.ops.cuda` have; what a plan may take is in `kvlab.ops.plan`.
+What lies where: options.py (options, and bytes a row may take), layers.py (what is fixed of a layer; widths:
+kvlab/ladder.py, frames of keys: kvlab/ops/frame.py, key_frames.py), importance.py and score.py (scores),
+runner.py (steps and their checks), step.py and prefill.py (steps of few and of many tokens), waiting.py
+(tokens that wait for their frame), launches.py (a step's launches), store.py (pages and tables, beams,
+copies), reallocation.py (plans, moves), contents.py (what files get). Executors, cpu.py and cuda.py, launch
+what `kvlab.ops.cpu` and `kvlab.ops.cuda` have; what a plan may take is in `kvlab.ops.plan`.
 """
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
-from dataclasses import fields, replace
-from functools import cache
+from copy import copy
+from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvlab import files
-from kvlab.arguments import LONGEST, number, whole_number
-from kvlab.arrays import Array, ArrayT
-from kvlab.cache.contents import check_sizes
-from kvlab.cache.importance import observed_by
-from kvlab.cache.layers import Layer, LayerFormat
-from kvlab.cache.options import CacheOptions, Limit, check_device, row_numbers
+from kvlab.arguments import LONGEST, whole_number
+from kvlab.arrays import Array
+from kvlab.cache.contents import Arrays, check_sizes, contents_of, fill
+from kvlab.cache.options import check_device, row_numbers
 from kvlab.cache.runner import Runner
+from kvlab.device import translated_out_of_memory
 from kvlab.errors import FormatError
-from kvlab.ladder import Ladder, parse_bits
-from kvlab.ops.frame import STEADY_OVER, mean_factors
-from kvlab.pages import LayerPages
+from kvlab.pages import LayerPages, named_pages
 
 __all__ = ["MixedPrecisionCache"]
 
 
-class MixedPrecisionCache(CacheOptions):
+class MixedPrecisionCache(Runner):
     """Packed mixed-precision KV cache for all layers of a model.
 
     `copy.deepcopy` gives a cache that goes its own way, for example after a prompt that continuations share.
@@ -125,45 +120,20 @@ class MixedPrecisionCache(CacheOptions):
     ((1, 100, 4, 32), 100, True)
     """
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        ladders, observed = parse_bits(self.bits, self.num_layers), observed_by(self.importance)
-
-        @cache  # layers are often alike, and then they are one
-        def layer_of(ladder: Ladder, window: int, turns: tuple[float, ...]) -> Layer:
-            pages = LayerFormat(ladder, self.num_heads_kv, self.head_dim, self.dtype)
-            length = max(STEADY_OVER, self.plan_length)
-            factor = mean_factors(turns, self.head_dim, length) if turns else None
-            return Layer(pages, self.residual, observed, window, mean_factor=factor)
-
-        layers = [*map(layer_of, ladders, self.windows, self.turns)]
-        if self.frames is not None:
-            layers = [
-                replace(layer, frame=self.frames.of_layer(i, in_blocks=layer.store.in_blocks))
-                for i, layer in enumerate(layers)
-            ]
-        limit = Limit(self, layers)
-        if self.max_seqlen is not None and not limit.fits(self.max_seqlen, self.batch):
-            raise limit.refusal(self.max_seqlen, self.batch)
-        self._runner = Runner(self, layers, limit)
-        self._copies_nothing = self.on_gpu
-
     def __reduce__(self) -> tuple[Any, ...]:
         """What pickles are made of: what the cache holds, on the host."""
-        return _made_of, (type(self), self._options(), self._runner.contents())
-
-    @property
-    def _limit(self) -> Limit:
-        return self._runner.limit
+        return _made_of, (type(self), self._options(), self._contents())
 
     def _options(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MixedPrecisionCache:
-        copy = object.__new__(type(self))
-        vars(copy).update(vars(self))
-        copy._runner = self._runner.copy(copy)
-        return copy
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        other._accepted = set()
+        with translated_out_of_memory("a copy of a cache"):
+            other._device = self._device.copy()
+        return other
 
     def to_cpu(self) -> MixedPrecisionCache:
         """Return a copy on the CPU that holds the very same pages; of a cache on a GPU, waits for it.
@@ -177,24 +147,25 @@ class MixedPrecisionCache(CacheOptions):
         >>> copy.seqlen, copy.device
         (100, 'cpu')
         """
-        return _made_of(type(self), self._options() | {"device": "cpu"}, self._runner.contents())
+        return _made_of(type(self), self._options() | {"device": "cpu"}, self._contents())
 
     # ---- sizes ---------------------------------------------------------------------------------------------
 
     @property
     def seqlen(self) -> int:
         """Number of time steps seen, padding included."""
-        return self._runner.seqlen(0)
+        return self._device.lengths[0]
 
     @property
     def nbytes(self) -> int:
         """Bytes in live buffers: pages, page table, key frames, exact tokens. On a GPU, waits for it."""
-        return self._runner.nbytes()
+        self._device.reallocator.synchronize()
+        return sum(self._device.store.nbytes())
 
     @property
     def reserved_nbytes(self) -> int:
         """Bytes of pools and tables that hold them; on a GPU, from the first step on, all device memory."""
-        return self._runner.reserved_nbytes()
+        return self._device.reserved_nbytes
 
     @property
     def budget_nbytes(self) -> int | None:
@@ -205,7 +176,9 @@ class MixedPrecisionCache(CacheOptions):
     @property
     def bits_per_element(self) -> float:
         """Bits in live buffers per stored K and V element; 0 for an empty cache. On a GPU, waits for it."""
-        tokens = self._runner.tokens()
+        count, num_pages = self._device.read("count", "num_pages")
+        live = np.arange(count.shape[-1]) < num_pages[..., None]
+        tokens = int(count[live].sum(dtype=np.int64))
         return 8 * self.nbytes / (2 * self.head_dim * tokens) if tokens else 0.0
 
     def smallest_nbytes(self, seqlen: int) -> int:
@@ -233,7 +206,15 @@ class MixedPrecisionCache(CacheOptions):
         dict of str to int64 array (layers, batch, KV heads)
             By the name of the rung, as "k4v3".
         """
-        return self._runner.allocation()
+        names = "rung", "index", "num_pages"
+        tables = dict(zip(names, self._device.read(*names), strict=True))
+        named, ladders = named_pages(tables), [layer.store.ladder for layer in self._layers]
+        rungs = sorted({rung for ladder in ladders for rung in ladder}, key=lambda rung: rung.total)
+        found = {str(rung): np.zeros(named.shape[:3], np.int64) for rung in rungs}
+        for layer, ladder in enumerate(ladders):
+            for r, rung in enumerate(ladder):
+                found[str(rung)][layer] = (named[layer] & (tables["rung"][layer] == r)).sum(-1)
+        return found
 
     def pages(self, layer: int) -> LayerPages:
         """Return a copy of the pages of a layer in host memory; on a GPU, waits for it.
@@ -248,210 +229,9 @@ class MixedPrecisionCache(CacheOptions):
             As `kvlab.ops.packed.packed_attention` takes them: first pages of the ladder, then those of exact
             tokens, if there are any.
         """
-        return self._runner.pages(self._layer(layer))
-
-    # ---- what a model calls --------------------------------------------------------------------------------
-
-    def step(
-        self,
-        layer: int,
-        q: ArrayT,
-        k: Array,
-        v: Array,
-        *,
-        scale: float | None = None,
-        softcap: float = 0.0,
-        valid: Array | None = None,
-    ) -> ArrayT:
-        """Attend with new queries, then store the new keys and values.
-
-        Parameters
-        ----------
-        layer : int
-            Layers are stepped in any order, each once per time step.
-        q : (B, Sq, Hq, D) array
-            New queries; they see all stored tokens and, causally and exactly, the new ones.
-        k, v : (B, Sq, Hkv, D) arrays
-            New keys (already rotated by position) and values.
-        scale : float, optional
-            Default: 1 / sqrt(head_dim).
-        softcap : float
-            If positive, scores are `softcap * tanh(score / softcap)`.
-        valid : (B, Sq) bool array, optional
-            False: padding. Its keys and values are neither attended nor stored, and its query sees nothing:
-            the row of the result is 0 whatever stands before it, for any number of new tokens (its
-            log-sum-exp is -inf), as is any row that sees no token.
-
-        Returns
-        -------
-        (B, Sq, Hq, D) array
-            Of the kind and dtype of `q`.
-
-        Notes
-        -----
-        On a GPU a step of up to 16 tokens only launches kernels, unless a budget is so tight that plans may
-        have to be repeated, or allocator "dp" or a function as importance takes it to the CPU. A step of
-        more tokens waits for the device behind the last layer, and behind each layer if `valid` is given,
-        whose tokens the host counts.
-
-        Raises
-        ------
-        BudgetError
-            If the tokens do not fit; the cache is as it was.
-        ValueError
-            If a float16 cache on the CPU is to keep a finite key or value of float32 or bfloat16 beyond
-            65,504, the largest number of float16; the cache is as it was.
-        """
-        layer, (scale, softcap) = self._layer(layer), self._scores(scale, softcap)
-        out: ArrayT = self._runner.step(layer, q, k, v, scale, softcap, valid)
-        return out
-
-    def append(self, layer: int, k: Array, v: Array, *, valid: Array | None = None) -> None:
-        """Store keys and values without queries; importance, where it is attention, starts from the key norm.
-
-        Parameters
-        ----------
-        layer : int
-        k, v : (B, S, Hkv, D) arrays
-            New keys (already rotated by position) and values.
-        valid : (B, S) bool array, optional
-            False: padding, which is not stored.
-
-        Raises
-        ------
-        BudgetError, ValueError
-            As in `step`, which also says what waits for a GPU.
-        """
-        self._runner.append(self._layer(layer), k, v, valid)
-
-    def attend(self, layer: int, q: ArrayT, *, scale: float | None = None, softcap: float = 0.0) -> ArrayT:
-        """Attend over everything stored; nothing is added.
-
-        On a GPU it waits for the device where steps of more than 16 tokens have come to some layers and not
-        to the last.
-
-        Parameters
-        ----------
-        layer : int
-        q : (B, Sq, Hq, D) array
-            Queries; each sees all stored tokens, or those in the layer's sliding window.
-        scale, softcap : float
-            As in `step`.
-
-        Returns
-        -------
-        (B, Sq, Hq, D) array
-            Of the kind and dtype of `q`.
-        """
-        scale, softcap = self._scores(scale, softcap)
-        out: ArrayT = self._runner.attend(self._layer(layer), q, scale, softcap)
-        return out
-
-    def decode(
-        self, layer: int, *, scale: float | None = None, softcap: float = 0.0
-    ) -> tuple[Callable[[Any, Any], None], Callable[[Any, Any, Any, Any], None]]:
-        """The two halves of a step of few tokens, for engines and integrations; on a GPU, one launch each.
-
-        Memory lies where it lay in the last step, so with `prepare` and `recording` a CUDA graph can hold
-        both. Arguments are not converted: on a GPU they are of the cache's dtype, on a CPU of float32.
-
-        Returns
-        -------
-        attend : callable
-            ``attend(q, out)`` attends the stored tokens with (B, S, Hq, D) queries. `out`, of the shape of q
-            and contiguous, is written, but for a cache that holds no token.
-        append : callable
-            ``append(q, k, v, out)``, always the next call for this layer, adds attention over the new tokens,
-            causally, to `out` and stores them.
-
-        Examples
-        --------
-        >>> rng = np.random.default_rng(0)
-        >>> cache = MixedPrecisionCache(1, 4, 2, 64, budget=None, bits=(8,))
-        >>> cache.append(0, *rng.standard_normal((2, 1, 100, 2, 64), dtype=np.float32))
-        >>> attend, append = cache.decode(0)
-        >>> q, out = rng.standard_normal((1, 1, 4, 64), dtype=np.float32), np.empty((1, 1, 4, 64), np.float32)
-        >>> k, v = rng.standard_normal((2, 1, 1, 2, 64), dtype=np.float32)
-        >>> attend(q, out)
-        >>> append(q, k, v, out)
-        >>> cache.seqlen
-        101
-        """
-        return self._runner.decode(self._layer(layer), *self._scores(scale, softcap))
-
-    def step_heads_first(
-        self, layer: int, q: Any, k: Any, v: Any, scale: float | None, softcap: float, valid: Any
-    ) -> Any:
-        """`step` on torch tensors (B, H, S, D), as transformers has them; the result is (B, S, H, D).
-
-        For integrations, which call it once a layer and token: a step like the last one is not checked again.
-        """
-        if not self._copies_nothing:
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            return self.step(layer, q, k, v, scale=scale, softcap=softcap, valid=valid)
-        return self._runner.step_heads_first(layer, q, k, v, scale, softcap, valid)
-
-    # ---- CUDA graphs ---------------------------------------------------------------------------------------
-
-    def prepare(self, steps: int = 1) -> tuple[Hashable, ...]:
-        """Make room for the next tokens, so that the next step of every layer only launches kernels.
-
-        With `recording` and `replayed` this lets a CUDA graph hold a step of all layers: lengths, places and
-        page tables are read on the device, so a graph goes on where the cache is.
-
-        Parameters
-        ----------
-        steps : int
-            New tokens of a row, 1 to 16.
-
-        Returns
-        -------
-        tuple
-            What a recording depends on: first where memory lies, then what the step has to do (every
-            `realloc_every` tokens it collects attention mass). A graph serves steps for which this is equal,
-            and none any more once the first part is another. A step of each kind must have run once before
-            it is recorded. Empty before the first step.
-
-        Raises
-        ------
-        BudgetError
-            If the tokens do not fit; the cache is as it was.
-        NotImplementedError
-            If the cache is not on a GPU.
-
-        Examples
-        --------
-        With a step of all layers in ``work``, and ``graphs``, a dict::
-
-            key = cache.prepare()
-            if key not in graphs:
-                graphs[key] = None
-                work()  # runs, and loads what it needs
-            elif graphs[key] is None:
-                graphs[key] = torch.cuda.CUDAGraph()
-                with cache.recording(), torch.cuda.graph(graphs[key]):
-                    work()
-            if graphs[key] is not None:
-                graphs[key].replay()
-                cache.replayed()
-        """
-        steps = whole_number(steps, "steps", 1, LONGEST)
-        return self._runner.prepare(steps)
-
-    def recording(self) -> AbstractContextManager[None]:
-        """Inside this block steps are recorded by a CUDA graph: nothing runs, so nothing is counted."""
-        return self._runner.recording()
-
-    def replayed(self, steps: int = 1) -> None:
-        """Count a step of all layers that a CUDA graph has replayed; `prepare` made room for it."""
-        self._runner.replayed(steps)
-
-    def _layer(self, layer: int) -> int:
-        return whole_number(layer, "layer", 0, self.num_layers - 1)
-
-    def _scores(self, scale: float | None, softcap: float) -> tuple[float, float]:
-        scale = 1 / math.sqrt(self.head_dim) if scale is None else number(scale, "scale")
-        return scale, number(softcap, "softcap", minimum=0)
+        layer = self._layer(layer)
+        self._device.reallocator.synchronize()
+        return self._device.store.host_pages(layer)
 
     # ---- rows and lengths ----------------------------------------------------------------------------------
 
@@ -471,7 +251,11 @@ class MixedPrecisionCache(CacheOptions):
             If tokens that left a sliding window would be seen again; the cache is as it was. See `rewind`.
         """
         end = self.seqlen - whole_number(n, "n", 0, self.seqlen)
-        self._runner.crop(end)
+        if end and not self._limit.fits(end, self.batch):
+            raise self._limit.refusal(end, self.batch)
+        if end < max(self._device.lengths):
+            self._device.check_crop(end)
+            self._device.crop(end, self._limit.row_budgets(end, self.batch))
 
     def allow_rewind(self, n: int) -> None:
         """Let `crop` remove up to `n` tokens that come from now on, also where layers have a sliding window.
@@ -496,13 +280,19 @@ class MixedPrecisionCache(CacheOptions):
         92
         """
         n = whole_number(n, "n", 0, LONGEST)
-        if n > self.rewind:
-            self._runner.allow_rewind(n)
-            self.rewind = n
+        if n <= self.rewind:
+            return
+        limit, length = copy(self._limit), max(self._device.lengths)
+        limit.rewind = n
+        if not limit.fits(length, self.batch):
+            raise limit.refusal(length, self.batch)
+        with translated_out_of_memory(f"{self.batch} rows of {length} tokens"):
+            self._device.allow_rewind(n, partial(limit.row_budgets, batch=self.batch))
+        self._limit, self.rewind = limit, n
 
     def reset(self) -> None:
         """Forget everything."""
-        self._runner.clear()
+        self._device.clear()
 
     def reorder(self, rows: Array) -> None:
         """Make row i a copy of the present row `rows[i]`, as beam search does; the batch keeps its size.
@@ -570,7 +360,7 @@ class MixedPrecisionCache(CacheOptions):
                 "a cache whose importance is a function cannot be saved; choose a policy by name"
             )
         files.checked_path(path)
-        states, arrays = self._runner.contents()
+        states, arrays = self._contents()
         files.write(path, {"arguments": self.saved(), "layers": states}, arrays)
 
     @classmethod
@@ -593,21 +383,43 @@ class MixedPrecisionCache(CacheOptions):
         try:
             check_sizes(description, arrays)
             cache = cls(**description["arguments"], device=device)
-            cache._runner.fill(description["layers"], arrays)
+            cache._fill(description["layers"], arrays)
         except FormatError:
             raise
         except (KeyError, IndexError, TypeError, ValueError, NotImplementedError, AttributeError) as error:
             raise FormatError(f"{os.fspath(path)}: what it describes is no cache ({error})") from None
         return cache
 
+    def _contents(self) -> tuple[list[dict[str, Any]], Arrays]:
+        with translated_out_of_memory("the pages of a cache on the host"):
+            return contents_of(self._device)
+
+    def _fill(self, states: list[dict[str, Any]], arrays: Arrays) -> None:
+        """Hold contents in an empty cache that has not met its GPU."""
+        length = max(whole_number(state["seqlen"], "seqlen", 0, LONGEST) for state in states)
+        if length > self._device.capacity:
+            self._device = self._make(self._device.executor, self._device.like, length)
+        fill(self._device, states, arrays)
+        row_budgets = self._limit.row_budgets(length, self.batch)
+        if row_budgets is not None:
+            for held, most in zip(self._device.store.nbytes(), row_budgets, strict=True):
+                if held > most * self.batch:
+                    raise FormatError("the budget does not hold what it has stored")
+
     def _take_rows(self, rows: NDArray[np.int64]) -> None:
-        self._runner.take_rows(rows)
-        self.batch = len(rows)
+        """Let row i become row `rows[i]`."""
+        device, batch = self._device, len(rows)
+        length = device.lengths[0]
+        if batch > self.batch and not self._limit.fits(length, batch):
+            raise self._limit.refusal(length, batch)
+        with translated_out_of_memory(f"{batch} rows of {length} tokens"):
+            device.take_rows(rows, device.capacity, partial(self._limit.row_budgets, batch=batch))
+        self.batch = batch
 
 
 def _made_of(
     kind: type[MixedPrecisionCache], options: dict[str, Any], contents: tuple[Any, Any]
 ) -> MixedPrecisionCache:
     cache = kind(**options)
-    cache._runner.fill(*contents)
+    cache._fill(*contents)
     return cache

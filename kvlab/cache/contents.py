@@ -187,7 +187,7 @@ def _check(
     most = np.where((count > 0) | is_open, WAITING_PAGES, WAITING_ENTRIES)
     if ((rung == ladder) != waits).any() or (waits & (entry >= most)).any():
         raise FormatError("pages of tokens that wait are in rows that have their mean, or too many")
-    if (~has_mean).any() and not store.takes_mean[number]:
+    if (~has_mean).any() and not store.layers[number].takes_mean:
         raise FormatError("has_mean is wrong: no row of this layer waits for the mean of its keys")
 
 

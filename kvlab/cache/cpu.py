@@ -40,10 +40,10 @@ def host_layers(store: DeviceStore) -> list[HostLayer]:
         HostLayer(
             {name: table[number] for name, table in store.tables.items()}, store.arenas[number],
             store.waiting[number], of.layouts, store.widest, of.dtype, store.slab[number],
-            store.num_slabs[number], of.evicts, of.in_blocks, of.is_narrow, store.sliding_windows[number],
+            store.num_slabs[number], of.evicts, of.in_blocks, of.is_narrow, layer.sliding_window,
             store.mean_factors[number],
         )
-        for number, of in enumerate(store.stores)
+        for number, (layer, of) in enumerate(zip(store.layers, store.stores, strict=True))
     ]  # fmt: skip
 
 
@@ -65,7 +65,7 @@ class CpuKernels:
         self, shape: PlanShape, layers: int, most_new_pages: int, most_dropped: int
     ) -> plan.Workspace:
         """Where plans leave their moves."""
-        return plan.Workspace(shape, most_new_pages, most_dropped)
+        return plan.Workspace(shape, layers, most_new_pages, most_dropped)
 
     def launch_plan(
         self, first: int, layers: int, workspace: plan.Workspace, ladder: Ladder, stream: int, **rules: Any
@@ -157,7 +157,6 @@ def _check_range(x: Floats, name: str) -> None:
 class CpuExecutor:
     """Memory and kernels of the CPU: arrays of NumPy."""
 
-    kind = "cpu"
     kernels: Any = CpuKernels
     max_group = 1 << 30
     """Query heads of a KV head that an append can take."""

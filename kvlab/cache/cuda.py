@@ -156,7 +156,6 @@ class GpuKernels:
 class GpuExecutor:
     """Memory and kernels of GPUs; arrays are those of torch or CuPy, without copies."""
 
-    kind = "cuda"
     max_group = kernels.MAX_GROUP
     """Query heads of a KV head that an append can take."""
     kernels: Any = GpuKernels

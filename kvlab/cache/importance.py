@@ -37,11 +37,11 @@ SPAN = 2 * MOST_TOKENS
 POLICIES = {
     "attention": "mass",
     "forecast": "mass",
-    "key_norm": "key_norm",
-    "recency": "nothing",
-    "uniform": "nothing",
+    "key_norm": "norm",
+    "recency": "one",
+    "uniform": "one",
 }
-"""What each policy observes."""
+"""What each policy observes, of `kvlab.ops.layer_state.OBSERVED`."""
 
 
 def weight_of_collection(decay: float, tokens: int) -> tuple[float, int]:
@@ -80,7 +80,7 @@ def observed_by(importance: Importance) -> str:
     Examples
     --------
     >>> observed_by("recency"), observed_by(lambda previous, observed, positions, seqlen: observed)
-    ('nothing', 'mass')
+    ('one', 'mass')
     """
     if not callable(importance):
         return POLICIES[choice(importance, "importance", tuple(POLICIES))]

@@ -102,7 +102,7 @@ class StepCalls:
         return sum(int(x.nbytes) for x in kept)
 
     def step(
-        self, layer: int, q: Any, num_new: int, scale: float, softcap: float, observed: str, collects: bool
+        self, layer: int, q: Any, num_new: int, scale: float, softcap: float, collects: bool
     ) -> tuple[Any, Any, Lse]:
         """Attention over stored tokens (keeping scores if it `collects`), the append, log-sum-exp."""
         mode = self._waiting.mode(layer)
@@ -120,13 +120,17 @@ class StepCalls:
                 q, pages, workspace, scale=scale, softcap=softcap, scores=scores,
                 window=self._store.window(layer),
             )  # fmt: skip
-            append = self.append(layer, num_new, scale, softcap, observed)
+            append = self.append(layer, num_new, scale, softcap)
             found = self._steps[key] = attend, append, lse or self._lse_of(num_new)
         return found
 
-    def append(self, layer: int, num_new: int, scale: float, softcap: float, observed: str) -> Any:
-        """The append of a number of tokens; `observed` is one of `OBSERVED`."""
+    def append(
+        self, layer: int, num_new: int, scale: float, softcap: float, *, has_queries: bool = True
+    ) -> Any:
+        """The append of a number of tokens; without queries that follows key norms, not attention mass."""
         mode = self._waiting.mode(layer)
+        observes = self._store.layers[layer].observes
+        observed = "norm" if observes == "mass" and not has_queries else observes
         key = (layer, num_new, scale, softcap, observed, mode)
         if key not in self._appends:
             options = {"num_new": num_new, "group": self._group, "scale": scale, "softcap": softcap}
@@ -178,7 +182,7 @@ class StepCalls:
             self._memory = self._for_attend(q, view, kept)
         out, lse, scores, workspace = self._memory
         mode = self._waiting.mode(layer)
-        known = layer, mode, after if self._store.sliding_windows[layer] else 0
+        known = layer, mode, after if self._store.layers[layer].sliding_window else 0
         if known not in self._attends:
             pages, window = self._store.pages(layer, waiting=mode != "none"), self._store.window(layer, after)
             rules = {"scale": scale, "softcap": softcap, "scores": scores, "window": window}
@@ -220,7 +224,7 @@ def keep_launches(
     if last is not None and last.layout == layout:
         return
     num_new, views = arrays[0].shape[1], [cache.executor.view(x, "x") for x in arrays]
-    calls = cache.calls.step(layer, arrays[0], num_new, scale, softcap, cache.observed_as(layer), False)
+    calls = cache.calls.step(layer, arrays[0], num_new, scale, softcap, False)
     cache.repeated[layer] = KnownStep(layout, num_new, views[0].shape, [view[1:] for view in views], calls)
 
 

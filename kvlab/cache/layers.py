@@ -128,7 +128,7 @@ class Layer:
     @property
     def observes(self) -> str:
         """What the policy observes; where there is only one rung no score decides anything."""
-        return self.observed if len(self.store.whole_ladder) > 1 else "nothing"
+        return self.observed if len(self.store.whole_ladder) > 1 else "one"
 
     @cached_property
     def takes_mean(self) -> bool:

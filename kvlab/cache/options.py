@@ -26,12 +26,12 @@ from numpy.typing import NDArray
 
 from kvlab.arguments import LONGEST, choice, number, whole_number
 from kvlab.arrays import Array, dtype_name, to_numpy_view
-from kvlab.cache.frames import KeyFrames
 from kvlab.cache.importance import Importance, UpdateFunction, observed_by
 from kvlab.cache.layers import Layer
 from kvlab.errors import BudgetError
 from kvlab.ladder import BITS, Bits, default_bits
 from kvlab.ops.allocator import METHODS, Method
+from kvlab.ops.key_frames import KeyFrames
 from kvlab.ops.plan import reach_of, smallest_nbytes
 from kvlab.sizes import parse_size
 

@@ -21,7 +21,6 @@ from kvlab.ops.layer_state import MAX_NEW, NEW_TOKENS
 from kvlab.ops.plan import (
     OVER_BUDGET,
     RETRY,
-    Ladder,
     PlanShape,
     ample_nbytes,
     crop_bounds,
@@ -65,6 +64,8 @@ class Reallocator:
         Launches for the store.
     ladders : list of Ladder
         The levels of each layer.
+    tidy : bool
+        Whether no page but the last of its kind has holes, as plans leave it.
     """
 
     def __init__(self, store: DeviceStore, settings: Settings) -> None:
@@ -83,7 +84,7 @@ class Reallocator:
         # Also for crops by a quad of tokens, whose bytes a relative budget takes away.
         most = max(QUAD * store.heads * ladder.cost[-1] for ladder in self.ladders)
         new_pages, dropped = self._crop_bounds(shape, QUAD * TOKENS_PER_PAGE, most)
-        self._decode = self.kernels.make_workspace(shape, len(self.ladders), new_pages, dropped)
+        self._decode: Workspace = self.kernels.make_workspace(shape, len(self.ladders), new_pages, dropped)
         self.restart(tidy=True)
 
     def copy(self) -> Reallocator:
@@ -113,15 +114,10 @@ class Reallocator:
 
     def restart(self, *, tidy: bool) -> None:
         """Say that the store's tables are others: whether the pages in them have no holes."""
-        self._tidy = tidy
+        self.tidy = tidy
         self._row_budgets: RowBudgets = ()
         self._pending: list[PendingWrite] = []
         self._write_workspace: tuple[tuple[int, bool], Workspace] | None = None  # for the layers of one step
-
-    @property
-    def tidy(self) -> bool:
-        """Whether no page but the last of its kind has holes, as plans leave it."""
-        return self._tidy
 
     def set_row_budgets(self, row_budgets: RowBudgets) -> None:
         """Set the bytes that a row may take in each layer."""
@@ -150,13 +146,9 @@ class Reallocator:
         return self._nbytes(smallest_nbytes, layer, length, lookahead=lookahead) <= row_budgets[layer]
 
     def _nbytes(self, of: Callable[..., int], layer: int, length: int, **options: int) -> int:
-        store, window, reach = self.store.stores[layer], self._rules["window"], self.reach(layer)
+        store, window, reach = self.store.stores[layer], self._rules["window"], self.store.reach(layer)
         geometry = store.num_heads_kv, self.ladders[layer], store.fixed_nbytes
         return of(length, *geometry, window=window, reach=reach, **options)
-
-    def reach(self, layer: int) -> int:
-        """`DeviceStore.reach` of the tokens that plans keep."""
-        return self.store.reach(layer, self._rules["rewind"])
 
     def reallocate(
         self,
@@ -171,22 +163,18 @@ class Reallocator:
         `tight`, from `tight_workspace`: bytes are few, so plans follow in it until one reports nothing; that
         waits for the device. Else `lookaheads` are the same for all.
         """
-        pages = self.store.batch * self.store.heads * self.store.entries
         if tight is not None:
             for layer, lookahead in enumerate(lookaheads, first):
                 self._plan_again(layer, tight, stream, None, lookahead)
-        elif self.tidy:
-            self._plan(first, n, self._decode, stream, None, lookaheads[0])
-        else:
-            # Any page may have holes, and any tokens may have to move: a workspace for the worst.
-            workspace, at_once = self._workspace(n, pages, pages)
-            self._plan_in_turns(first, n, workspace, at_once, stream, lookaheads[0])
-        self._tidy = self.tidy or n == len(self.ladders)
+        else:  # where any page may have holes, any tokens may have to move
+            workspace = self._decode if self.tidy else self.tight_workspace(n)
+            self._plan(first, n, workspace, stream, None, lookaheads[0])
+        self.tidy = self.tidy or n == len(self.ladders)
 
-    def tight_workspace(self) -> Workspace:
-        """Take memory for plans of one layer in which all its pages may change."""
+    def tight_workspace(self, layers: int = 1) -> Workspace:
+        """Take memory for plans of so many layers in which all their pages may change."""
         pages = self.store.batch * self.store.heads * self.store.entries
-        return self._workspace(1, pages, pages)[0]
+        return self._workspace(layers, pages, pages)
 
     def crop(self, end: int, cropped: int, row_budgets: RowBudgets, lookahead: int, stream: int) -> None:
         """Shorten all rows by `cropped` time steps to `end`, and plan them under `row_budgets` bytes.
@@ -198,15 +186,15 @@ class Reallocator:
         fallen = max((max(before - after, 0) for before, after in both), default=0)
         new_pages = dropped = shape.batch * shape.heads * shape.entries
         if self.tidy:
-            left_windows = LOOKAHEAD if any(self.store.sliding_windows) else 0
+            left_windows = LOOKAHEAD if any(layer.sliding_window for layer in self.store.layers) else 0
             new_pages, dropped = self._crop_bounds(shape, cropped + left_windows, fallen)
-        workspace, at_once = self._workspace(layers, new_pages, dropped)
+        workspace = self._workspace(layers, new_pages, dropped)
         self.set_row_budgets(row_budgets)
         self.kernels.crop_rows(end, stream)
         if fallen:
             self.store.tables["status"][...] &= ~RETRY
-        self._plan_in_turns(0, layers, workspace, at_once, stream, lookahead, cropped=True)
-        self._tidy = True
+        self._plan(0, layers, workspace, stream, None, lookahead, cropped=True)
+        self.tidy = True
         if fallen:  # all demotions at once may take more memory than there is
             for layer in np.flatnonzero(self.store.executor.to_host(self.store.tables["status"]) & RETRY):
                 self._plan_again(int(layer), workspace, stream, None, lookahead)
@@ -217,28 +205,16 @@ class Reallocator:
         new_pages, dropped = (max(found) for found in zip(*bounds, strict=True))
         return new_pages, dropped
 
-    def _workspace(self, layers: int, new_pages: int, dropped: int) -> tuple[Workspace, int]:
-        """Take memory for plans without new tokens, and say of how many of `layers` layers at once."""
+    def _workspace(self, layers: int, new_pages: int, dropped: int) -> Workspace:
+        """Take memory for plans without new tokens, of `layers` layers at once or of fewer."""
         shape, kept = self._shape(0), self._decode
         if new_pages <= kept.most_new_pages and dropped <= kept.most_dropped:
-            return kept, layers
+            return kept
         each = max(workspace_nbytes(shape, new_pages, dropped), 1)
         at_once = max(1, min(layers, MAX_PENDING_NBYTES // each))
         with translated_out_of_memory("a plan of all pages"):
-            return self.kernels.make_workspace(shape, at_once, new_pages, dropped), at_once
-
-    def _plan_in_turns(
-        self,
-        first: int,
-        n: int,
-        workspace: Workspace,
-        at_once: int,
-        stream: int,
-        lookahead: int,
-        **rules: Any,
-    ) -> None:
-        for start in range(first, first + n, at_once):
-            self._plan(start, min(at_once, first + n - start), workspace, stream, None, lookahead, **rules)
+            made: Workspace = self.kernels.make_workspace(shape, at_once, new_pages, dropped)
+        return made
 
     def take_waiting(
         self, layer: int, new: Any, workspace: Workspace, stream: int, lookahead: int, tight: bool = False
@@ -324,15 +300,16 @@ class Reallocator:
     def _plan(
         self, first: int, n: int, workspace: Workspace, stream: int, new: Any, lookahead: int, **rules: Any
     ) -> None:
-        alike = groupby(range(first, first + n), lambda i: (self.ladders[i], self.store.stores[i].in_blocks))
-        for (ladder, _), run in alike:
-            start, *others = run
-            self._plan_run(start, 1 + len(others), ladder, workspace, stream, new, lookahead, **rules)
+        """Plan as many layers at once as have one ladder and as the workspace is for."""
+        for start in range(first, first + n, workspace.layers):
+            part = range(start, min(start + workspace.layers, first + n))
+            for _, alike in groupby(part, lambda i: (self.ladders[i], self.store.stores[i].in_blocks)):
+                begin, *others = alike
+                self._plan_run(begin, 1 + len(others), workspace, stream, new, lookahead, **rules)
 
     def _plan_run(
-        self, first: int, n: int, ladder: Ladder, workspace: Workspace, stream: int, new: Any,
-        lookahead: int, **rules: Any,
-    ) -> None:  # fmt: skip
+        self, first: int, n: int, workspace: Workspace, stream: int, new: Any, lookahead: int, **rules: Any
+    ) -> None:
         """Plan layers of one ladder, and move tokens and pages as the plan says."""
         store, call = self.store.stores[first], dict[str, Any]()
         if new is not None:
@@ -340,7 +317,7 @@ class Reallocator:
             call |= {"num_new": int(new["num_new"]), "first_position": int(new["first"])}
             call |= {"positions": int(new["positions"])}
         self.kernels.launch_plan(
-            first, n, workspace, ladder, stream,
+            first, n, workspace, self.ladders[first], stream,
             fixed_nbytes=store.fixed_nbytes, lookahead=lookahead, **self._rules, **rules, **call,
         )  # fmt: skip
         nothing = np.zeros(1, NEW_TOKENS)[0]

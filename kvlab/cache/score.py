@@ -46,15 +46,6 @@ class Collector:
         return sum(int(x.nbytes) for kept in self._kept.values() for x in kept)
 
     @property
-    def state(self) -> tuple[int, int, range]:
-        """What a step that is recorded but not run leaves as it was."""
-        return self._num_new, self._tokens, self._pending
-
-    @state.setter
-    def state(self, before: tuple[int, int, range]) -> None:
-        self._num_new, self._tokens, self._pending = before
-
-    @property
     def pending(self) -> bool:
         """Whether scores are kept that importance does not know of yet."""
         return len(self._pending) > 0

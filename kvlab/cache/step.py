@@ -26,10 +26,8 @@ from kvlab.cache.store import DeviceStore, move_rows, reorder_rows
 from kvlab.cache.waiting import Merged, Waiting, merged_tokens, waits_within
 from kvlab.device import translated_out_of_memory
 from kvlab.ops.cuda.plan import Workspace
-from kvlab.ops.frame import LAST
-from kvlab.ops.layer_state import MAX_NEW, WAITING_PAGES, new_tokens
-from kvlab.ops.plan import first_seen, reach_of, spare_nbytes
-from kvlab.pages import TOKENS_PER_PAGE
+from kvlab.ops.layer_state import MAX_NEW, new_tokens
+from kvlab.ops.plan import first_seen
 
 if TYPE_CHECKING:
     from kvlab.cache.options import RowBudgets, Settings
@@ -38,8 +36,6 @@ __all__ = ["DeviceCache", "RowBudgetsOf"]
 
 RowBudgetsOf = Callable[[int], "RowBudgets"]
 NO_TOKENS = CudaView(0, (0, 0, 0, 0), (0, 0, 0, 0), "float16", 0)
-OBSERVED_AS = {"mass": "mass", "key_norm": "norm", "nothing": "one"}
-"""What the importance of a new token of a step is, by what the policy observes."""
 
 
 class PlanMemory(NamedTuple):
@@ -91,23 +87,17 @@ class DeviceCache:
         self, capacity: int, row_budgets_of: RowBudgetsOf, fill: Callable[[DeviceStore], None] | None = None
     ) -> None:
         """Take memory for so many tokens of a row, and forget the old; `fill` is given the pages at once."""
-        takes, holds = [layer.takes_mean for layer in self.layers], self._holds_waiting(row_budgets_of)
-        budgets = _arena_budgets(self.layers, capacity, row_budgets_of(capacity), self.settings.rewind)
+        row_budgets, holds = row_budgets_of(capacity), self._holds_waiting(row_budgets_of)
         with translated_out_of_memory(f"a cache of {capacity} tokens a row"):
             store = DeviceStore(
-                [layer.stored for layer in self.layers],
-                self.batch, self.executor, self.like, capacity, budgets,
-                spare=lambda of, slab: spare_nbytes(self.batch, of.num_heads_kv, of.levels, slab),
-                takes_mean=takes, holds_waiting=holds, rewind=self.settings.rewind,
-                sliding_windows=[layer.sliding_window for layer in self.layers],
-                frames=[layer.frame for layer in self.layers],
-                mean_factors=[layer.mean_factor for layer in self.layers],
+                self.layers, self.batch, self.executor, self.like, capacity, row_budgets, holds,
+                self.settings.rewind,
             )  # fmt: skip
             if fill is not None:
                 fill(store)
             reallocator = Reallocator(store, self.settings)
         self.capacity, self.row_budgets_of = capacity, row_budgets_of
-        self.waiting = Waiting(takes, holds, self.batch)
+        self.waiting = Waiting(store)
         self._use(reallocator)
 
     def _holds_waiting(self, row_budgets_of: RowBudgetsOf) -> list[bool]:
@@ -129,15 +119,6 @@ class DeviceCache:
         self.repeated: list[KnownStep | None] = [None] * len(self.layers)
 
     # ---- sizes ---------------------------------------------------------------------------------------------
-
-    def used(self) -> Any:
-        """Number of live pages, (layers, rungs), waiting ones behind the last rung; waits for the device."""
-        used, waits, num_pages = self.read("used", "waits", "num_pages")
-        waiting = ((waits > 0)[..., None] & (num_pages > 0)).sum((1, 2)) * WAITING_PAGES
-        for layer, pages in enumerate(waiting):
-            if self.store.holds_waiting[layer]:
-                used[layer, len(self.store.stores[layer].layouts)] = pages
-        return used
 
     def read(self, *names: str) -> list[NDArray[Any]]:
         """Copies of tables on the host; waits for the device."""
@@ -221,12 +202,7 @@ class DeviceCache:
         self.count(layer, num_new, collects)
 
     def _calls(self, layer: int, q: Any, num_new: int, scale: float, softcap: float) -> tuple[Any, Any, Lse]:
-        observed = self.observed_as(layer)
-        return self.calls.step(layer, q, num_new, scale, softcap, observed, self.collects(layer, num_new))
-
-    def observed_as(self, layer: int) -> str:
-        """What the importance of a new token of a step is, one of `OBSERVED`."""
-        return OBSERVED_AS[self.observes[layer]]
+        return self.calls.step(layer, q, num_new, scale, softcap, self.collects(layer, num_new))
 
     def opens_pages(self, layer: int, num_new: int, row_budgets: RowBudgets) -> bool:
         """Whether the bytes of a row hold open pages for `num_new` tokens; else a plan takes them in now."""
@@ -242,8 +218,7 @@ class DeviceCache:
     def append(self, layer: int, k: Any, views: list[CudaView], valid: int) -> None:
         """Store few tokens, for which there is room; arguments as in `step`."""
         num_new, stream = views[0].shape[1], self.executor.stream(k)
-        observed = "one" if self.observes[layer] == "nothing" else "norm"
-        call = self.calls.append(layer, num_new, 1.0, 0.0, observed)
+        call = self.calls.append(layer, num_new, 1.0, 0.0, has_queries=False)
         self.flush(stream)
         if valid:
             self.waiting.mask(layer)
@@ -256,11 +231,6 @@ class DeviceCache:
         out: Any = self.calls.attend(layer, q, self.executor.view(q, "q"), scale, softcap, 0)[0]
         self.calls.forget()
         return out
-
-    @property
-    def counters(self) -> tuple[list[int], list[int], list[int]]:
-        """What the host counts by layer: tokens, query tokens since a collection, room."""
-        return self.lengths, self.since, self.lookahead
 
     def count(self, layer: int, num_new: int, collected: bool) -> None:
         """Count a step that was launched."""
@@ -363,7 +333,7 @@ class DeviceCache:
 
     def count_dropped(self, layer: int, length: int) -> None:
         """Say that a plan of a layer with so many tokens drops those that its sliding window has passed."""
-        self.dropped[layer] = max(self.dropped[layer], first_seen(length, self.reallocator.reach(layer)))
+        self.dropped[layer] = max(self.dropped[layer], first_seen(length, self.store.reach(layer)))
 
     # ---- rare operations -----------------------------------------------------------------------------------
 
@@ -484,7 +454,7 @@ class DeviceCache:
         self.flush(self.executor.stream(self.like))
         other = object.__new__(DeviceCache)
         vars(other).update({name: x.copy() if isinstance(x, list) else x for name, x in vars(self).items()})
-        other.waiting = Waiting([layer.takes_mean for layer in self.layers], self.waiting.holds, self.batch)
+        other.waiting = Waiting(self.store)
         other.waiting.take_rows(self.waiting, np.arange(self.batch))
         other._use(self.reallocator.copy())
         return other
@@ -496,21 +466,3 @@ class DeviceCache:
         self.waiting.clear()
         self.lengths, self.since, self.lookahead, self.dropped = ([0] * len(self.layers) for _ in range(4))
         self.reallocator.restart(tidy=True)
-
-
-def _arena_budgets(
-    layers: Sequence[Layer], capacity: int, row_budgets: RowBudgets, rewind: int
-) -> RowBudgets:
-    """Bytes of a row to have memory for; None: all tokens at the top rung, which may be the window's."""
-    if row_budgets is not None or not layers[0].residual:
-        return row_budgets
-    needs = []
-    for layer in layers:
-        store, exact = layer.store, layer.stored.page_bytes(len(layer.stored.ladder) - 1)
-        tokens = min(capacity, reach_of(layer.sliding_window, rewind) or capacity)
-        pages = tokens // TOKENS_PER_PAGE + (1 + (capacity >> 16)) * len(store.ladder)
-        longest = max(layer.residual, LAST - 1) if layer.takes_mean else layer.residual
-        window = -(-longest // TOKENS_PER_PAGE) + 2
-        packed = pages * store.page_bytes(len(store.ladder) - 1)
-        needs.append(store.num_heads_kv * (packed + window * exact) + store.fixed_nbytes)
-    return needs

@@ -15,21 +15,21 @@ rows that nobody wants. A store with other sizes gets copies of all. The host se
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import numpy_dtype, viewed
-from kvlab.cache.layers import LayerFormat
-from kvlab.ops.frame import FRAME
+from kvlab.cache.layers import Layer, LayerFormat
+from kvlab.ops.frame import FRAME, LAST
 from kvlab.ops.layer_state import OPEN_PAGES, POINTERS, RUNGS, STATE, UNIT, WAITING_ENTRIES, WAITING_PAGES
 from kvlab.ops.packed import Window
-from kvlab.ops.plan import reach_of
+from kvlab.ops.plan import reach_of, spare_nbytes
 from kvlab.pages import NO_PAGE, QUAD, TOKENS_PER_PAGE, LayerPages, PageLayout, new_pool, width_number
 
 __all__ = [
@@ -89,16 +89,27 @@ def slab_nbytes(records: tuple[int, ...], pages: int) -> int:
     return widest * max(1, pages // 256)
 
 
-def _slabs_of(
-    store: LayerFormat, pages: int, most: int | None, spare: Callable[[LayerFormat, int], int]
-) -> tuple[int, int]:
-    """Bytes of a slab of a layer, and how many hold so many pages, or `most` bytes and spare ones."""
+@lru_cache(maxsize=64)  # layers are often alike
+def _slabs_of(store: LayerFormat, batch: int, pages: int, most: int | None) -> tuple[int, int]:
+    """Bytes of a slab of a layer, and how many hold so many pages, or `most` bytes, and spare ones."""
     records = [layout.nbytes for layout in store.layouts]
     held = pages * max(records) if most is None else min(most, pages * max(records))
     slab = slab_nbytes(tuple(records), held // max(records))
     # Every rung may leave one slab in part empty, and a slab wastes a little.
     filled = slab - max(slab % record for record in records)
-    return slab, -(-(held + spare(store, slab)) // filled) + len(records) + 1
+    spare = spare_nbytes(batch, store.num_heads_kv, store.levels, slab)
+    return slab, -(-(held + spare) // filled) + len(records) + 1
+
+
+def _highest_nbytes(layer: Layer, capacity: int, rewind: int) -> int:
+    """Bytes of a row of so many tokens at the highest rung, behind exact ones of the residual window."""
+    store, exact = layer.store, layer.stored.page_bytes(len(layer.stored.ladder) - 1)
+    tokens = min(capacity, reach_of(layer.sliding_window, rewind) or capacity)
+    pages = tokens // TOKENS_PER_PAGE + (1 + (capacity >> 16)) * len(store.ladder)
+    longest = max(layer.residual, LAST - 1) if layer.takes_mean else layer.residual
+    window = -(-longest // TOKENS_PER_PAGE) + 2
+    packed = pages * store.page_bytes(len(store.ladder) - 1)
+    return store.num_heads_kv * (packed + window * exact) + store.fixed_nbytes
 
 
 def _pointers(states: Any) -> NDArray[np.uint64]:
@@ -127,8 +138,7 @@ class DeviceStore:
 
     Parameters
     ----------
-    stores : sequence of LayerFormat
-        One a layer.
+    layers : sequence of Layer
     batch : int
     executor : Executor
         Whose memory it is: `kvlab.cache.cpu.CPU` or `kvlab.cache.cuda.GPU`.
@@ -138,72 +148,59 @@ class DeviceStore:
         Tokens of a row that the tables have room for.
     row_budgets : sequence of int, or None
         Bytes that a row may take in each layer; None: as many as the highest rung needs.
-    spare : callable
-        `spare(store, slab_nbytes)`: bytes of an arena beyond what rows may take.
-    takes_mean, holds_waiting : sequence of bool
-        By layer: whether the device takes the mean of its keys, and whether rows have pages to wait for it.
-    sliding_windows : sequence of int
-        By layer: how many tokens a query sees; 0: all.
+    holds_waiting : sequence of bool
+        By layer: whether rows have pages to wait for the mean of their keys.
     rewind : int
         Tokens that layers with a sliding window keep beyond it.
-    frames : sequence of dict or None
-        By layer: the tables of `FRAME` of its heads, for all rows, if rows do not take their own.
-    mean_factors : sequence of (head_dim,) float32 or None
-        By layer: what means of keys that rows take are multiplied by; None: by 1.
 
     Attributes
     ----------
+    stores : list of LayerFormat
+        By layer, what pages it has.
     arenas : list of uint8 arrays
         By layer, all in `memory_of_arenas`.
     tables : dict of str to array
         (layers, ...) arrays by the names of `LayerState`.
     mean_factors : (layers, head_dim) float32 array
-        On the device.
+        On the device: what means of keys that rows take are multiplied by.
     states_pointer : int
         Address of the array of `LayerState` on the device.
     """
 
     def __init__(
         self,
-        stores: Sequence[LayerFormat],
+        layers: Sequence[Layer],
         batch: int,
         executor: Any,
         like: Any,
         capacity: int,
         row_budgets: Sequence[int] | None,
-        spare: Callable[[LayerFormat, int], int] = lambda store, slab: 0,
-        takes_mean: Sequence[bool] = (),
-        holds_waiting: Sequence[bool] = (),
-        sliding_windows: Sequence[int] = (),
+        holds_waiting: Sequence[bool],
         rewind: int = 0,
-        frames: Sequence[dict[str, Any] | None] = (),
-        mean_factors: Sequence[NDArray[np.float32] | None] = (),
     ) -> None:
-        first, self.executor = stores[0], executor
-        self.takes_mean = np.array(takes_mean or [False] * len(stores), bool)
-        self.holds_waiting = list(holds_waiting or [False] * len(stores))
-        self.frames = list(frames or [None] * len(stores))
-        factors = np.ones((len(stores), first.head_dim), np.float32)
-        for layer, factor in enumerate(mean_factors):
-            factors[layer] = 1 if factor is None else factor
+        self.layers, self.stores, self.executor = layers, [layer.stored for layer in layers], executor
+        stores, first, self.holds_waiting, self.rewind = self.stores, self.stores[0], holds_waiting, rewind
+        factors = np.ones((len(layers), first.head_dim), np.float32)
+        for number, layer in enumerate(layers):
+            if layer.mean_factor is not None:
+                factors[number] = layer.mean_factor
         self.mean_factors = executor.to_device(factors, like)
-        self.sliding_windows = list(sliding_windows or [0] * len(stores))
-        self.widest = first.exact_layout
-        self.stores, self.capacity = stores, capacity
+        self.widest, self.capacity = first.exact_layout, capacity
         self.batch, self.heads, self.head_dim = batch, first.num_heads_kv, first.head_dim
         self.num_bh, self.num_rungs = self.batch * self.heads, max(len(store.ladder) for store in stores)
         segments = -(-capacity // (1 << 16))
         others = OPEN_PAGES + 2 + self.num_rungs * (segments + QUAD - 1)  # open, left over, and fillers
         pages = -(-capacity // TOKENS_PER_PAGE) + others
         self.entries = max(-(-pages // QUAD) * QUAD, WAITING_ENTRIES)
-        slabs_of = lru_cache(partial(_slabs_of, spare=spare))  # layers are often alike
+        if row_budgets is None and layers[0].residual:  # whose pages of width 16 are for few tokens
+            row_budgets = [_highest_nbytes(layer, capacity, rewind) for layer in layers]
         self.slab, self.num_slabs = [], []
         for number, store in enumerate(stores):
-            reach, entries = self.reach(number, rewind), self.entries
+            reach, entries = self.reach(number), self.entries
             if reach:
                 entries = min(-(-reach // TOKENS_PER_PAGE) + others, entries)
             most = None if row_budgets is None else batch * row_budgets[number]
-            slab, num_slabs = slabs_of(store, self.num_bh * entries, most)
+            slab, num_slabs = _slabs_of(store, batch, self.num_bh * entries, most)
             self.slab.append(slab)
             self.num_slabs.append(num_slabs)
         self.max_slabs = max(self.num_slabs)
@@ -303,7 +300,7 @@ class DeviceStore:
             "k_order": ((*bh, self.head_dim * in_blocks), "uint8"),
             "k_gain": ((*bh, 4 * in_blocks), "float32"),
         }
-        not_zero = FRAME if any(self.frames) else ("k_order", "k_gain")
+        not_zero = FRAME if any(layer.frame for layer in self.layers) else ("k_order", "k_gain")
         return {
             "waits": ((self.batch,), "int32"),
             "num_free": ((1,), "int32"),
@@ -331,15 +328,15 @@ class DeviceStore:
         """What the first tables of an empty store hold, on the host."""
         memory = np.zeros(self._places["rung"].begin, np.uint8)
         tables = self._tables_in(memory)
-        tables["waits"][...] = self.takes_mean[:, None]
+        tables["waits"][...] = np.array([layer.takes_mean for layer in self.layers])[:, None]
         tables["num_free"][...] = np.array(self.num_slabs)[:, None]
         tables["free_slabs"][...] = self.all_slabs()
         tables["open"][...] = -1
         tables["k_order"][...] = np.arange(tables["k_order"].shape[-1])
         tables["k_gain"][...] = 1
-        for layer, frame in enumerate(self.frames):
-            for name, of_heads in (frame or {}).items():
-                tables[name][layer] = of_heads
+        for number, layer in enumerate(self.layers):
+            for name, of_heads in (layer.frame or {}).items():
+                tables[name][number] = of_heads
         return memory
 
     def clear(self) -> None:
@@ -371,7 +368,7 @@ class DeviceStore:
         states["num_rungs"] = [len(store.ladder) for store in self.stores]
         states["evicts"] = [store.evicts for store in self.stores]
         states["slab_units"] = np.array(self.slab) // UNIT
-        states["sliding_window"] = self.sliding_windows
+        states["sliding_window"] = [layer.sliding_window for layer in self.layers]
         for name in ("batch", "heads", "entries", "max_slabs", "max_pages"):
             states[name] = getattr(self, name)
         begins, strides = np.array([(x.begin, x.nbytes // len(numbers)) for x in self._places.values()]).T
@@ -405,13 +402,13 @@ class DeviceStore:
         held = self.memory_of_arenas, self._memory_of_tables, self.states, self.mean_factors
         return sum(int(x.nbytes) for x in held)
 
-    def reach(self, layer: int, rewind: int) -> int:
-        """`reach_of` the sliding window of a layer."""
-        return reach_of(self.sliding_windows[layer], rewind)
+    def reach(self, layer: int) -> int:
+        """How many tokens of a layer plans keep; 0: all."""
+        return reach_of(self.layers[layer].sliding_window, self.rewind)
 
     def window(self, layer: int, after: int = 0) -> Window | None:
         """What queries see of a layer, the first of them `after` tokens behind the stored ones."""
-        sliding = self.sliding_windows[layer]
+        sliding = self.layers[layer].sliding_window
         if not sliding:
             return None
         first = self.tables["seqlen"][layer].reshape(-1)[: self.batch]  # the same for all heads of all rows
@@ -465,12 +462,15 @@ class DeviceStore:
         tables["index"] = index
         return LayerPages(layouts, tuple(pools), **tables, **frame, dtype=self.stores[layer].dtype)
 
-    def nbytes(self, layer: int, used: NDArray[np.int32]) -> int:
-        """Bytes of the live pages and tables of a layer, given how many pages each rung has."""
-        store = self.stores[layer]
-        pages = sum(int(n) * store.page_bytes(r) for r, n in enumerate(used[: len(store.ladder)]))
-        waiting = int(used[len(store.ladder)]) // WAITING_PAGES * store.waiting_nbytes
-        return pages + waiting + self.batch * store.fixed_nbytes
+    def nbytes(self) -> list[int]:
+        """Bytes of the live pages and tables of each layer; waits for the device."""
+        used, waits, num_pages = self.read("used", "waits", "num_pages")
+        waiting, found = ((waits > 0)[..., None] & (num_pages > 0)).sum((1, 2)), []
+        for layer, (store, pages) in enumerate(zip(self.stores, used.tolist(), strict=True)):
+            held = sum(n * store.page_bytes(r) for r, n in enumerate(pages[: len(store.ladder)]))
+            heads = int(waiting[layer]) * self.holds_waiting[layer]
+            found.append(held + heads * store.waiting_nbytes + self.batch * store.fixed_nbytes)
+        return found
 
     def read(self, *names: str) -> list[NDArray[Any]]:
         """Copies of tables on the host; waits for the device."""

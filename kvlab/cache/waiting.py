@@ -15,7 +15,6 @@ A budget that cannot hold the waiting pages makes no row wait: the first call th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -28,6 +27,7 @@ from kvlab.pages import TOKENS_PER_PAGE
 
 if TYPE_CHECKING:
     from kvlab.cache.layers import Layer
+    from kvlab.cache.store import DeviceStore
 
 __all__ = ["Merged", "Waiting", "merged_tokens", "put_new", "waits_within"]
 
@@ -49,14 +49,13 @@ class Waiting:
 
     Parameters
     ----------
-    takes, holds : sequence of bool
-        By layer: whether means are taken on the device, and whether rows wait for them.
-    batch : int
+    store : DeviceStore
+        Its layers say whether they take means, and it for which of them rows wait.
     """
 
-    def __init__(self, takes: Sequence[bool], holds: Sequence[bool], batch: int) -> None:
-        self.holds, self.recording = list(holds), False
-        self._takes, self._batch = np.array(takes, bool), batch
+    def __init__(self, store: DeviceStore) -> None:
+        self.holds, self._batch, self.recording = store.holds_waiting, store.batch, False
+        self._takes = np.array([layer.takes_mean for layer in store.layers])
         self.clear()
 
     def clear(self) -> None:

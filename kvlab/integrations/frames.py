@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.cache.frames import KeyFrames, frames_of_layer
 from kvlab.integrations.patching import replaced
 from kvlab.integrations.quantized import cache_maker, quantized
 from kvlab.integrations.reading import check_ids, read_chunks
 from kvlab.ops.frame import FEWEST, FIRST
+from kvlab.ops.key_frames import KeyFrames, frames_of_layer
 
 if TYPE_CHECKING:
     import torch

@@ -7,8 +7,7 @@ returns the bytes of ``produce()``. Three things can go wrong on a cluster and n
   and then read. The lock is a ``flock``, which the operating system drops when its owner dies. Waiting
   ends after `LOCK_TIMEOUT_S`: then a process produces the bytes itself, twice the work for the same result.
 - A file is cut short or altered. Every entry carries its length and SHA-256; one that does not match is
-  produced again. Entries are written under a temporary name in the same folder and renamed, so nobody
-  reads half a file.
+  produced again. Entries are written by `kvlab.files.write_whole`, so nobody reads half a file.
 - The folder cannot be created or written (read-only home, full disk). The bytes are produced in memory
   and one warning names the folder and the environment variable that moves it.
 """
@@ -19,11 +18,12 @@ import contextlib
 import fcntl
 import hashlib
 import os
-import secrets
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from kvlab.files import write_whole
 
 LOCK_TIMEOUT_S = 300.0
 _POLL_S = 0.02
@@ -63,7 +63,7 @@ class FileCache:
                 return stored
             made = produce()
             try:
-                _write(path, made)
+                write_whole(path, _header(made), made, durable=False)
             except OSError as error:
                 self._warn(error)
             return made
@@ -87,16 +87,6 @@ def _read(path: Path) -> bytes | None:
         return None
     header, payload = blob[:_HEADER_BYTES], blob[_HEADER_BYTES:]
     return payload if header == _header(payload) else None
-
-
-def _write(path: Path, payload: bytes) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    try:
-        temporary.write_bytes(_header(payload) + payload)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def _header(payload: bytes) -> bytes:

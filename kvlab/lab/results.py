@@ -10,7 +10,6 @@ import csv
 import io
 import json
 import os
-import secrets
 import shlex
 import subprocess
 import sys
@@ -20,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from kvlab import environment
+from kvlab.files import write_whole
 from kvlab.lab.guard import gpu_state
 
-__all__ = ["Row", "print_table", "provenance", "write", "write_atomically"]
+__all__ = ["Row", "print_table", "provenance", "write"]
 
 Row = dict[str, str | int | float | None]
 
@@ -121,30 +121,7 @@ def write(result: dict[str, Any], path: Path) -> None:
         writer.writeheader()
         writer.writerows(result["rows"])
         text = lines.getvalue()
-    write_atomically(path, text)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file that is whole or as it was before, whatever ends the process and when.
-
-    The text goes to a temporary file of a name of its own in the same folder, is forced to the disk and then
-    renamed, so two processes that write the same file leave the text of one of them.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    write_whole(path, text.encode())
 
 
 def print_table(rows: Sequence[Row], title: str, hidden: Sequence[str] = ()) -> None:

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from kvlab.arrays import numpy_dtype
 from kvlab.cache.cpu import CpuKernels
 from kvlab.cache.importance import weight_of_collection
-from kvlab.cache.layers import LayerFormat
+from kvlab.cache.layers import Layer, LayerFormat
 from kvlab.cache.store import DeviceStore
 from kvlab.ladder import parse_bits
 from kvlab.ops.attention import attention
 from kvlab.ops.frame import FRAME
 from kvlab.ops.layer_state import NEW_TOKENS, OBSERVED, UNIT, new_tokens
 from kvlab.ops.packed import packed_attention
-from kvlab.ops.plan import PlanShape, ample_nbytes, spare_nbytes
+from kvlab.ops.plan import PlanShape, ample_nbytes
 from kvlab.pages import (
     DECODED,
     QUAD,
@@ -111,10 +111,9 @@ class Driver:
         host = LayerFormat(parse_bits(bits, 1)[0], HEADS, dim, dtype)
         self.ladder, self.host = host.levels, host
         self.kinds: set[tuple[int, int]] = set()  # of moves so far: rung from, rung to
-        spare = spare_nbytes(BATCH, HEADS, self.ladder, 1 << 16)
-        like = np.zeros(1, np.uint8)
-        row_budgets = None if row_budget is None else [row_budget]
-        self.store = DeviceStore([host], BATCH, kernels, like, 2000, row_budgets, lambda layer, slab: spare)
+        row_budgets = None if row_budget is None else [row_budget + (1 << 20)]  # so no plan lacks memory
+        layers, like = [Layer(host, 0, "mass", frame={})], np.zeros(1, np.uint8)
+        self.store = DeviceStore(layers, BATCH, kernels, like, 2000, row_budgets, [False])
         self.kernels = kernels.kernels(self.store)
         self.store.tables["budget"][...] = row_budget or 1 << 62
         self.shape = PlanShape(BATCH, HEADS, self.store.entries, len(host.ladder), host.evicts, 2, 1000)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from kvlab.cache.cache import MixedPrecisionCache
-from kvlab.cache.frames import KeyFrames
 from kvlab.cache.layers import LayerFormat
 from kvlab.ladder import Rung, loss_of, parse_bits
+from kvlab.ops.key_frames import KeyFrames
 
 LADDER = ("k4220v2", "k4422v2", "k8422v3", "k8444v4", 8)
 HEADS_Q, HEADS = 4, 2

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvlab.cache.cpu import CPU
-from kvlab.cache.layers import LayerFormat
+from kvlab.cache.layers import Layer, LayerFormat
 from kvlab.cache.store import DeviceStore
 from kvlab.ladder import parse_bits
 
@@ -16,10 +16,8 @@ HOLDS = [True, False, True]
 def make(bits: str = "0:2+4,1:16,2:3+8") -> DeviceStore:
     """Layers of three ladders, of which one has a sliding window and another no pages of tokens that wait."""
     stores = [LayerFormat(ladder, 2, 64, "float16") for ladder in parse_bits(bits, 3)]
-    return DeviceStore(
-        stores, 3, CPU, np.zeros(0, np.uint8), 900, [30_000, 60_000, 50_000],
-        takes_mean=HOLDS, holds_waiting=HOLDS, sliding_windows=[0, 0, 100], rewind=5,
-    )  # fmt: skip
+    layers = [Layer(store, 0, "mass", window) for store, window in zip(stores, [0, 0, 100], strict=True)]
+    return DeviceStore(layers, 3, CPU, np.zeros(0, np.uint8), 900, [30_000, 60_000, 50_000], HOLDS, rewind=5)
 
 
 BLOCKS = "0:k4220v2+k8422v4,1:16,2:3+8"

@@ -27,8 +27,8 @@ class OraclesKernels(cpu.CpuKernels):
         allocator: str = "greedy", **rules: Any,
     ) -> None:  # fmt: skip
         store, rules["most_new_pages"] = self.store, workspace.most_new_pages
-        rules.pop("cropped", None)
-        rewind = rules.pop("rewind")
+        for name in ("cropped", "rewind"):
+            rules.pop(name, None)
         workspace.moves, workspace.copies = [], []
         for number in range(first, first + layers):
             t, new = self.layers[number].planned, None
@@ -47,7 +47,7 @@ class OraclesKernels(cpu.CpuKernels):
                 t.slab_count[:n], t.slabs[:n], t.free_slabs, int(t.num_free[0]), t.entry_of[:n], t.slab_slot,
                 length, t.budget, t.waits,
             )  # fmt: skip
-            reach = store.reach(number, rewind)
+            reach = store.reach(number)
             change = plan(layer, ladder, new, choose=CHOICES[allocator], reach=reach, **rules)
             t.num_free[0] = layer.num_free
             t.status[0] |= change.status

@@ -227,7 +227,7 @@ def test_padding_between_tokens_is_refused_in_steps_longer_than_the_window() -> 
     (q, k, v), cache = draw(np.random.default_rng(9), 60), make(sliding_window=24)
     valid = np.ones((2, 60), bool)
     valid[1, 7] = False
-    with pytest.raises(NotImplementedError, match="row 1 has padding between its tokens, in 60 steps"):
+    with pytest.raises(NotImplementedError, match="row 1 has padding between its tokens, in 60 tokens"):
         cache.step(0, q, k, v, valid=valid)
     assert cache.seqlen == 0
     for part in (slice(0, 24), slice(24, 48), slice(48, 60)):

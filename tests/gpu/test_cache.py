@@ -46,7 +46,7 @@ def check_state(cache: Any, held: list[list[int]]) -> None:
     """The budget holds, and every row of every head holds its tokens, each once."""
     assert cache.nbytes <= (cache.budget_nbytes or cache.nbytes)
     assert cache.nbytes <= cache.reserved_nbytes
-    assert not any(cache._runner._device.reallocator.status(layer) for layer in range(LAYERS))
+    assert not any(cache._device.reallocator.status(layer) for layer in range(LAYERS))
     for pages in pages_of(cache):
         pages.check_entries()
         for row in range(cache.batch):
@@ -64,7 +64,7 @@ def step(
 ) -> list[np.ndarray]:
     """One step of all layers; one of them is compared with float64."""
     results = []
-    device = cache._runner._device
+    device = cache._device
     if device is not None and steps <= 16:  # a step of few tokens that lacks room plans before it attends
         for layer in range(LAYERS):
             device.make_room(layer, steps)
@@ -210,7 +210,7 @@ def test_the_mean_of_keys_does_not_depend_on_the_parts(parts: list[int], bits: t
         assert cache.nbytes <= cache.budget_nbytes
     step(cache, rng, 1)
     check_state(cache, [[*range(first + 1)], [*range(50, first + 1)]])
-    assert not cache._runner._device.read("waits")[0].any()
+    assert not cache._device.read("waits")[0].any()
     for pages in pages_of(cache):
         for row in range(2):
             sample = tokens[1][row][valid[row]].astype(np.float32)[:LAST]
@@ -440,7 +440,7 @@ def test_lack_of_memory_at_any_allocation() -> None:
     found = failures_of_cache(cache, new, many, modules, torch.OutOfMemoryError("CUDA out of memory"))
     assert found[0] > 0
     assert min(found[2:]) > 0
-    assert (cache.batch, cache._runner._device.lengths) == (4, [192, 192])
+    assert (cache.batch, cache._device.lengths) == (4, [192, 192])
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvlab.cache.cache import MixedPrecisionCache
-from kvlab.cache.frames import KeyFrames
 from kvlab.ops.frame import FRAME
+from kvlab.ops.key_frames import KeyFrames
 from tests.gpu.packed_cases import to_torch
 
 HEADS_Q, HEADS, DIM = 8, 2, 64
@@ -55,7 +55,7 @@ def test_frames_are_those_of_a_cpu(
     one, other = (cache.pages(0) for cache in caches)
     for name in FRAME:
         assert np.array_equal(getattr(one, name), getattr(other, name)), name
-    assert np.array_equal(*(cache._runner._device.read("asked")[0] for cache in caches))
+    assert np.array_equal(*(cache._device.read("asked")[0] for cache in caches))
     assert np.flatnonzero(one.k_shift[0, 1]).tolist() == ([5, 37] if factor > 1 else [])
     assert not one.k_shift[0, 0].any()
     for wanted, got in outs:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kvlab.cache.cache import MixedPrecisionCache
-from kvlab.cache.frames import KeyFrames
 from kvlab.ops.frame import FRAME
+from kvlab.ops.key_frames import KeyFrames
 from tests.cache_contents import contents_of
 from tests.gpu.packed_cases import to_torch
 

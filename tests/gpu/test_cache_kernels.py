@@ -15,7 +15,7 @@ import torch
 
 from kvlab.arrays import cuda_view, to_device
 from kvlab.cache.cuda import GPU
-from kvlab.cache.layers import LayerFormat
+from kvlab.cache.layers import Layer, LayerFormat
 from kvlab.cache.store import DeviceStore
 from kvlab.ladder import parse_bits
 from kvlab.ops.cuda import pages as kernels
@@ -64,7 +64,8 @@ def device_store(bits: str, head_dim: int, dtype: str, capacity: int = 512) -> D
     """One layer whose arena holds random bytes and finite steps."""
     store = LayerFormat(parse_bits(bits, 1)[0], HEADS, head_dim, dtype)
     like = torch.empty(1, device="cuda")
-    device = DeviceStore([store], BATCH, GPU, like, capacity, None)
+    layers = [Layer(store, 0, "mass", frame={})]
+    device = DeviceStore(layers, BATCH, GPU, like, capacity, None, [False])
     rng = np.random.default_rng(head_dim)
     arena = rng.integers(0, 256, device.arenas[0].shape, np.uint8)
     device.arenas[0][...] = to_device(arena, like)
@@ -500,8 +501,8 @@ def test_freeze_means(dtype: str, parts: tuple[int, ...], bits: str) -> None:
     """Rows of unequal length: tokens wait until their row has 64, and go when it has its mean."""
     store = LayerFormat(parse_bits(bits, 1)[0], HEADS, 64, dtype)
     factor = np.tile(np.random.default_rng(1).integers(0, 257, 32) / 256, 2).astype(np.float32)
-    waiting: Any = {"takes_mean": [True], "holds_waiting": [True], "mean_factors": [factor]}
-    device = DeviceStore([store], BATCH, GPU, torch.empty(1, device="cuda"), 2048, None, **waiting)
+    layers = [Layer(store, 0, "mass", mean_factor=factor)]
+    device = DeviceStore(layers, BATCH, GPU, torch.empty(1, device="cuda"), 2048, None, [True])
     total, rng = sum(parts), np.random.default_rng(len(parts))
     k, v = (rng.standard_normal((BATCH, total, HEADS, 64)).astype(DTYPES[dtype]) for _ in range(2))
     k[:, :, :, 10:] += 1

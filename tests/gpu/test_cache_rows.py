@@ -66,7 +66,7 @@ def filled(batch: int = 4, **options: Any) -> Any:
         valid = np.ones((batch, steps), bool)
         valid[1::2] = rng.random((len(valid[1::2]), steps)) < 0.1
         step(cache, rng, steps, valid, compared=False)
-    store = cache._runner._device.store
+    store = cache._device.store
     for name, most in (("k_shift", 3), ("asked", 1000), ("exponent", 9), ("k_gain", 9)):
         table = rng.integers(name == "k_gain", most, tuple(store.tables[name].shape))
         store.executor.overwrite(store.tables[name], table.astype(dtype_name(store.tables[name])))
@@ -77,7 +77,7 @@ def filled(batch: int = 4, **options: Any) -> Any:
 @pytest.mark.parametrize("rows", ROWS)
 def test_reorder(rows: list[int], bits: Any) -> None:
     cache = filled(bits=bits)
-    device, before = cache._runner._device, contents_of(cache)
+    device, before = cache._device, contents_of(cache)
     device.flush(0)
     host = on_host(device.store)
     reorder_rows(host, CPU.kernels(host), np.array(rows), host.holds_waiting, 0)
@@ -99,11 +99,11 @@ def test_reorder(rows: list[int], bits: Any) -> None:
 @pytest.mark.parametrize("bits", BITS)
 def test_new_memory(rows: list[int], bits: Any) -> None:
     cache = filled(bits=bits)
-    old = cache._runner._device.store
-    cache._runner._device.flush(0)
+    old = cache._device.store
+    cache._device.flush(0)
     before = on_host(old)
     cache.select(np.array(rows))
-    new = cache._runner._device.store
+    new = cache._device.store
     host = on_host(new)
     for table in host.tables.values():
         table[...] = 0
@@ -119,8 +119,8 @@ def test_new_memory(rows: list[int], bits: Any) -> None:
 def test_a_crop_reads_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of budgets that do not fall; neither do reorder, select and repeat."""
     cache = filled(plan_length=4096)
-    cache._runner._device.flush(0)
-    monkeypatch.setattr(type(cache._runner._executor), "to_host", None)
+    cache._device.flush(0)
+    monkeypatch.setattr(type(cache._executor), "to_host", None)
     cache.crop(9)
     cache.reorder(np.array([1, 0, 3, 3]))
     cache.select(np.array([3, 0]))

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvlab.files import write_whole
 from kvlab.jit import filecache
 from kvlab.jit.filecache import FileCache, cache_folder
 
@@ -94,7 +95,7 @@ def test_an_entry_made_while_waiting_is_read(tmp_path: Path, monkeypatch: pytest
 
     def another_finishes_first(descriptor: int, operation: int) -> None:
         take(descriptor, operation)
-        filecache._write(tmp_path / "key", CONTENT)
+        write_whole(tmp_path / "key", filecache._header(CONTENT), CONTENT)
 
     monkeypatch.setattr(fcntl, "flock", another_finishes_first)
     assert FileCache(tmp_path).get("key", _never) == CONTENT

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from kvlab.errors import FormatError, MissingExtraError
+from kvlab.files import write_whole
 from kvlab.lab import guard
 from kvlab.lab.ablation.grid import AblationCase
-from kvlab.lab.results import write_atomically
 
 __all__ = [
     "ATTEMPTS",
@@ -91,7 +91,7 @@ class Manifest:
                 f"{folder} holds {others[0]}, another sweep; take another folder for {path.name}"
             )
         if not path.exists():
-            write_atomically(path, self.text)
+            write_whole(path, self.text.encode())
         return path
 
     @staticmethod
@@ -200,7 +200,8 @@ def record(folder: Path, case: AblationCase, result: dict[str, Any]) -> None:
     guard.require_provenance(result)
     if result["provenance"]["case_id"] != case.id:
         raise ValueError(f"the result of case {result['provenance']['case_id']} is not that of {case.id}")
-    write_atomically(_path(folder, case), json.dumps(result, ensure_ascii=False) + "\n")
+    text = json.dumps(result, ensure_ascii=False) + "\n"
+    write_whole(_path(folder, case), text.encode())
     _error_path(folder, case).unlink(missing_ok=True)
 
 
@@ -214,7 +215,7 @@ def record_failure(folder: Path, case: AblationCase, error: BaseException) -> Fa
         1 + (before.attempts if before is not None else 0),
     )
     values = {"case_id": case.id, **{name: getattr(failure, name) for name in Failure.__slots__}}
-    write_atomically(_error_path(folder, case), json.dumps(values, indent=1) + "\n")
+    write_whole(_error_path(folder, case), (json.dumps(values, indent=1) + "\n").encode())
     return failure
 
 

@@ -13,8 +13,9 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvlab.files import write_whole
 from kvlab.lab.quality.report import save_figure
-from kvlab.lab.results import Row, write_atomically
+from kvlab.lab.results import Row
 from kvlab.lab.sweep.claims import judge_claims
 from kvlab.lab.sweep.figures import figures
 from kvlab.lab.sweep.views import View, banner, views
@@ -95,8 +96,8 @@ def write_report(
     folder.mkdir(parents=True, exist_ok=True)
     drawn, shown = figures(rows), all_views(rows, change, files)
     paths = [folder / "report.md", folder / "report.html"]
-    write_atomically(paths[0], to_markdown(shown, list(drawn), banner(rows)))
-    write_atomically(paths[1], to_html(rows, shown, drawn))
+    write_whole(paths[0], to_markdown(shown, list(drawn), banner(rows)).encode())
+    write_whole(paths[1], to_html(rows, shown, drawn).encode())
     return paths + [path for name, figure in drawn.items() for path in save_figure(figure, folder / name)]
 
 

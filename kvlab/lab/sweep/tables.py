@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from kvlab.errors import needs_extra
-from kvlab.lab.results import Row, write_atomically
+from kvlab.files import write_whole
+from kvlab.lab.results import Row
 from kvlab.lab.sweep.manifest import Manifest, failure_of, recorded
 
 __all__ = ["COLUMNS", "SUMMARY", "TIMES", "collect", "query", "read_summary", "write_summary"]
@@ -127,7 +128,7 @@ def write_summary(rows: list[Row], folder: Path) -> list[Path]:
     paths = [folder / SUMMARY, (folder / SUMMARY).with_suffix(".parquet")]
     if not rows and paths[0].exists() and len(paths[0].read_text(encoding="utf-8").splitlines()) > 1:
         raise FileExistsError(f"{folder} has no results of cases, but {paths[0]} has rows: it stays as it is")
-    write_atomically(paths[0], to_csv(rows))
+    write_whole(paths[0], to_csv(rows).encode())
     temporary = paths[1].with_suffix(".tmp")
     table = _connection().read_csv(str(paths[0]), header=True, dtype=_TYPES)
     table.write_parquet(str(temporary))

@@ -26,6 +26,7 @@ class Workspace:
     """Moves of both phases and page copies that the last plan has decided, by layer."""
 
     shape: PlanShape
+    layers: int
     most_new_pages: int
     most_dropped: int
     moves: list[Any] = field(default_factory=list)

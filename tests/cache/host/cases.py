@@ -27,7 +27,7 @@ def draw(rng: np.random.Generator, cache: Any, steps: int) -> list[np.ndarray]:
 def check_state(cache: Any, held: list[Any]) -> None:
     assert cache.nbytes <= (cache.budget_nbytes or cache.nbytes)
     assert cache.nbytes <= cache.reserved_nbytes
-    assert not any(cache._runner._device.reallocator.status(layer) for layer in range(LAYERS))
+    assert not any(cache._device.reallocator.status(layer) for layer in range(LAYERS))
     for pages in pages_of(cache):
         pages.check_entries()
         for row, wanted in enumerate(held):
@@ -36,7 +36,7 @@ def check_state(cache: Any, held: list[Any]) -> None:
 
 def step(cache: Any, rng: np.random.Generator, steps: int, valid: np.ndarray | None = None) -> None:
     """Step all layers; the results are those of attention over what the pages hold and the new tokens."""
-    device = cache._runner._device
+    device = cache._device
     if device is not None and steps <= 16:
         for layer in range(LAYERS):
             device.make_room(layer, steps)

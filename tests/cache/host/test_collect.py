@@ -95,7 +95,7 @@ def test_a_recording_that_fails_leaves_nothing_to_score(kernels: Kernels) -> Non
     cache.step(0, *draw(1))
     cache.step(1, *draw(1))
     recording.__exit__(None, None, None)  # as after an error
-    cache._runner._device.collector.flush(0)
+    cache._device.collector.flush(0)
     assert not kernels.scored
 
 

@@ -71,7 +71,7 @@ def test_at_any_allocation(kernels: Kernels, options: dict[str, Any]) -> None:
     new, many = draw(rng, cache, 1), draw(rng, cache, 90)
     found = failures_of_cache(cache, new, many, allocating(kernels), NO_MEMORY)
     assert min(found[2:]) > 0
-    assert (cache.batch, cache._runner._device.lengths) == (4, [191, 191])
+    assert (cache.batch, cache._device.lengths) == (4, [191, 191])
     check_state(cache, [range(191)] * 4)
 
 
@@ -82,7 +82,7 @@ def test_where_bytes_are_few(kernels: Kernels) -> None:
         step(cache, rng, steps)
     cache.crop(25)
     for steps in (1, 3, 51):
-        new, lengths = draw(rng, cache, steps), cache._runner._device.lengths.copy()
+        new, lengths = draw(rng, cache, steps), cache._device.lengths.copy()
         for layer in range(2):
             unchanged = kept(cache, lengths)
             fail_everywhere(allocating(kernels), NO_MEMORY, lambda: cache.step(layer, *new), unchanged)  # noqa: B023
@@ -94,7 +94,7 @@ def test_of_a_crop_where_bytes_are_few(kernels: Kernels) -> None:
     """It forgets tokens before it plans the others, in memory that it has taken before."""
     cache, rng = tight_cache(2000, (2, 4, 8)), np.random.default_rng(2)
     step(cache, rng, 1990)
-    plans = Call(cache._runner._device.kernels, "make_workspace")
+    plans = Call(cache._device.kernels, "make_workspace")
     assert fail_everywhere([plans], NO_MEMORY, lambda: cache.crop(40), kept(cache)) > 0
     check_state(cache, [range(1950)] * 2)
 
@@ -125,7 +125,7 @@ def test_of_a_file(kernels: Kernels, monkeypatch: pytest.MonkeyPatch, options: d
     step(cache, rng, 100)
     unchanged, new = kept(cache), draw(rng, cache, 20)
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "contents_of", no_memory)
+        patch.setattr("kvlab.cache.cache.contents_of", no_memory)
         with pytest.raises(OutOfMemory, match="no memory"):
             cache.save("/nowhere")
     unchanged()
@@ -168,12 +168,12 @@ def no_memory(*args: Any) -> Any:
 
 def kept(cache: Any, lengths: list[int] | None = None) -> Callable[[], None]:
     """A check that a cache holds what it holds now."""
-    lengths, batch, before = list(lengths or cache._runner._device.lengths), cache.batch, pages_of(cache)
+    lengths, batch, before = list(lengths or cache._device.lengths), cache.batch, pages_of(cache)
 
     def unchanged() -> None:
-        assert cache._runner._device.lengths == lengths
-        assert cache.batch == cache._runner._device.store.batch == batch
-        assert cache._runner._device.num_bh == batch * HEADS
+        assert cache._device.lengths == lengths
+        assert cache.batch == cache._device.store.batch == batch
+        assert cache._device.num_bh == batch * HEADS
         for old, new in zip(before, pages_of(cache), strict=True):
             assert np.array_equal(old.num_pages, new.num_pages)
             assert all(np.array_equal(a, b) for a, b in zip(old.pools, new.pools, strict=True))

@@ -98,7 +98,7 @@ def test_graphs_tell_steps_that_collect_in_any_layer(kernels: Kernels) -> None:
     """Layer 0 has one width, so nobody asks what its tokens receive."""
     cache, rng = make(bits="0:8,1:2+8", budget=0.75, max_seqlen=200), np.random.default_rng(0)
     step(cache, rng, 80)
-    device, kinds = cache._runner._device, dict[Any, set[bool]]()
+    device, kinds = cache._device, dict[Any, set[bool]]()
     for _ in range(40):
         kinds.setdefault(cache.prepare(), set()).add(device.collects(1, 1))
         step(cache, rng, 1)
@@ -116,7 +116,7 @@ def test_graphs_follow_memory_and_refuse(kernels: Kernels) -> None:
         kinds.append(cache.prepare())
         step(cache, rng, 1)
     assert len({kind[0] for kind in kinds}) > 1  # more tokens than there was room for: other memory
-    for _ in range(cache._runner._device.lookahead[0]):
+    for _ in range(cache._device.lookahead[0]):
         cache.replayed()
     with pytest.raises(RuntimeError, match="prepare"):
         cache.replayed()

@@ -128,7 +128,7 @@ def test_a_function_that_fails_changes_nothing(
 
     cache, rng = make(importance=by_place), np.random.default_rng(15)
     step(cache, rng, 90)
-    device = cache._runner._device
+    device = cache._device
     arenas = [arena.copy() for arena in device.store.arenas]
 
     def score(layer: int, *rest: Any) -> None:
@@ -181,7 +181,7 @@ def test_rows_whose_attention_is_collected(
     cache, rng, seen = make(), np.random.default_rng(13), []
     step(cache, rng, 80)
     monkeypatch.setattr(
-        cache._runner._device.collector, "score", lambda layer, scores, lse, *rest: seen.append((scores, lse))
+        cache._device.collector, "score", lambda layer, scores, lse, *rest: seen.append((scores, lse))
     )
     q, k, v = draw(rng, cache, 90)
     cache.step(0, q, k, v)
@@ -344,10 +344,10 @@ def test_the_word_that_tokens_are_in_is_waited_for_once(
     cache.step(0, q, k, v)
     assert len(words) == 2
     assert kernels.plans[-1] == (0, 300, 8)
-    assert cache._runner._device.has_pending
+    assert cache._device.has_pending
     cache.attend(0, q)
     assert kernels.plans[-1] == (0, 300, 0)
-    assert not cache._runner._device.has_pending
+    assert not cache._device.has_pending
     cache.step(1, *draw(rng, cache, 1))
     cache.step(1, *draw(rng, cache, 299))
     check_state(cache, [range(900)] * 2)

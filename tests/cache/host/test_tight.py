@@ -19,7 +19,7 @@ def tight_cache(length: int, bits: Any, short: int = 0) -> Any:
 
     shape = (LAYERS, HEADS * GROUP, HEADS, DIM)
     options: dict[str, Any] = {"batch": 2, "bits": bits, "device": "cuda", "recent": 20}
-    store = MixedPrecisionCache(*shape, **options)._runner._layers[0].store
+    store = MixedPrecisionCache(*shape, **options)._layers[0].store
     share = smallest_nbytes(length, HEADS, store.levels, store.fixed_nbytes)
     return MixedPrecisionCache(*shape, budget=share * LAYERS * 2 - short, max_seqlen=length, **options)
 
@@ -55,7 +55,7 @@ def test_64_steps_of_which_some_are_padding_fill_no_page(kernels: Kernels, bits:
     for _ in range(3):
         step(cache, rng, 64, valid)
         assert cache.nbytes <= cache.budget_nbytes
-    assert not any(cache._runner._device.reallocator.status(layer) for layer in range(LAYERS))
+    assert not any(cache._device.reallocator.status(layer) for layer in range(LAYERS))
 
 
 def test_padding_and_layers_apart(kernels: Kernels) -> None:

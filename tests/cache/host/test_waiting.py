@@ -15,7 +15,7 @@ from tests.cache.host.noted import Kernels
 
 def means(cache: Any) -> tuple[np.ndarray, np.ndarray]:
     """Which rows have a mean, (layers, batch), and the means, (layers, batch, heads, head_dim)."""
-    tables = cache._runner._device.store.tables
+    tables = cache._device.store.tables
     return tables["waits"] == 0, tables["k_mean"].copy()
 
 
@@ -47,7 +47,7 @@ def test_rows_of_unequal_length(kernels: Kernels, parts: list[int]) -> None:
     assert np.array_equal(found, [[key_mean(k) for k in keys]] * LAYERS)
     assert found[0, 0].any()
     check_state(cache, [range(151), range(80, 151)])
-    assert cache._runner._device.waiting.mode(0) == "none"
+    assert cache._device.waiting.mode(0) == "none"
 
 
 def test_a_mask_that_the_host_does_not_read(kernels: Kernels) -> None:
@@ -67,7 +67,7 @@ def test_a_mask_that_the_host_does_not_read(kernels: Kernels) -> None:
 def test_waiting_tokens_are_counted_and_exact(kernels: Kernels) -> None:
     cache, rng = make(batch=1), np.random.default_rng(2)
     step(cache, rng, 40)
-    device = cache._runner._device
+    device = cache._device
     head = 5 * (device.store.widest.nbytes + 8) + 4 * DIM  # pages and sums of queries
     assert cache.nbytes == LAYERS * HEADS * (head + 4 + 3 * DIM)
     assert sum(int(pages.sum()) for pages in cache.allocation().values()) == 0

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from kvlab import files
 from kvlab.errors import FormatError
-from kvlab.lab import results
 from kvlab.lab.ablation import run as ablation
 from kvlab.lab.ablation.grid import MODELS, AblationCase, Geometry, make_grid
 from kvlab.lab.guard import Refused
@@ -131,7 +131,7 @@ def test_a_write_that_fails_leaves_what_was_there(
     def fail(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(results.os, call, fail)
+    monkeypatch.setattr(files.os, call, fail)
     with pytest.raises(OSError, match="No space"):
         record(tmp_path, case, {**before, "status": "other"})
     assert recorded(tmp_path, case) == before
@@ -272,7 +272,7 @@ def test_where_reading_together_fails_each_case_is_by_itself(tmp_path: Path, pro
 SCRIPT = """
 import os, signal, sys
 from pathlib import Path
-from kvlab.lab import results
+from kvlab import files
 from kvlab.lab.sweep.manifest import Manifest
 from kvlab.lab.sweep.run import run_cases
 from tests.lab.sweep.test_sweep import fake
@@ -285,7 +285,7 @@ for name in ("fsync", "replace"):
         if calls == crash:
             os.kill(os.getpid(), signal.SIGKILL)
         return real(*arguments)
-    setattr(results.os, name, counted)
+    setattr(files.os, name, counted)
 run_cases(folder, Manifest.read(folder), range(2), runner=fake)
 """
 
