@@ -272,10 +272,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
     const int quad_count = begin + warp < end ? (u32)(end - begin - warp + WARPS - 1) / WARPS : 0;
     int asked = 0, next_item = 0;  // quads; an item of the next
     auto read_entries = [&]() {
-        const int quad = asked + lane / 4;
-        if (quad >= quad_count) return;
+        const int nth = asked + lane / 4;
+        if (nth >= quad_count) return;
         const Schedule of = schedule;
-        const int position = of.begin + warp + quad * WARPS;
+        const int position = of.begin + warp + nth * WARPS;
         const QuadCoord quad =
             of.num_splits ? QuadCoord{number, number, b - of.first_cta + of.num_splits * position}
                           : find_quad(call.num_pages, blocks, of.each, position, number, start, quads);
