@@ -7,15 +7,40 @@ allowed.
 
 from __future__ import annotations
 
+import difflib
 import math
 import operator
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 LONGEST = 2**31 - 1
 """Largest length, window or number of anything: kernels count in 32 bits."""
 
-__all__ = ["choice", "flag", "number", "positive", "refuse_unsupported", "sides_of_window", "whole_number"]
+__all__ = [
+    "check_device",
+    "check_names",
+    "choice",
+    "flag",
+    "number",
+    "positive",
+    "refuse_unsupported",
+    "sides_of_window",
+    "whole_number",
+]
+
+_ELSEWHERE = {
+    "nbits": "bits",
+    "residual_length": "residual",
+    "batch_size": "batch",
+    "max_batch_size": "batch",
+    "max_cache_len": "max_seqlen",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads_q",
+    "num_key_value_heads": "num_heads_kv",
+}
+"""Options of other libraries and what they are called here."""
+_NOT_HERE = {"q_group_size": "there are no groups: every key and value of a token has a step size of its own"}
 
 
 def whole_number(value: Any, name: str, minimum: int | None = None, maximum: int | None = None) -> int:
@@ -216,3 +241,30 @@ def refuse_unsupported(dropout_p: float = 0.0, alibi_slopes: Any = None) -> None
         raise NotImplementedError(f"dropout_p={dropout_p}: kvlab has no dropout inside attention; pass 0.0")
     if alibi_slopes is not None:
         raise NotImplementedError("alibi_slopes: kvlab has no ALiBi bias; pass None")
+
+
+def check_device(device: object) -> None:
+    """Refuse what is neither None nor "cpu", "cuda" or "cuda:" and a number."""
+    if device is not None and not isinstance(device, str):
+        raise TypeError(f"device={device!r} must be 'cpu', 'cuda' or None, not {type(device).__name__}")
+    if device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", device, re.ASCII):
+        raise ValueError(f"device={device!r} is not supported; 'cpu', 'cuda' and 'cuda:0', 'cuda:1' ... are")
+
+
+def check_names(options: Mapping[str, object], known: Collection[str], of: str) -> None:
+    """Refuse options that are not known, and say which one is meant.
+
+    Examples
+    --------
+    >>> check_names({"nbits": 4}, ["bits", "budget"], "the cache")
+    Traceback (most recent call last):
+        ...
+    TypeError: nbits=4 is no option of the cache, bits is meant; bits, budget are
+    """
+    for name, value in options.items():
+        if name in known:
+            continue
+        meant = [_ELSEWHERE[name]] if name in _ELSEWHERE else difflib.get_close_matches(name, known, 1)
+        hint = f", {meant[0]} is meant" if meant and meant[0] in known else ""
+        hint = f" ({_NOT_HERE[name]}: leave it out)" if name in _NOT_HERE else hint
+        raise TypeError(f"{name}={value!r} is no option of {of}{hint}; {', '.join(known)} are")

@@ -24,10 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab import files
-from kvlab.arguments import LONGEST, whole_number
+from kvlab.arguments import LONGEST, check_device, whole_number
 from kvlab.arrays import Array
 from kvlab.cache.contents import Arrays, check_sizes, contents_of, fill
-from kvlab.cache.options import check_device, row_numbers
+from kvlab.cache.options import row_numbers
 from kvlab.cache.runner import Runner
 from kvlab.device import translated_out_of_memory
 from kvlab.errors import FormatError

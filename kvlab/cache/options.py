@@ -13,10 +13,9 @@ lengths fit, and refuses the others.
 
 from __future__ import annotations
 
-import difflib
 import re
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, MISSING, dataclass, fields
 from functools import lru_cache, partial, wraps
 from typing import Any
@@ -24,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arguments import LONGEST, choice, number, whole_number
+from kvlab.arguments import LONGEST, check_device, check_names, choice, number, whole_number
 from kvlab.arrays import Array, dtype_name, to_numpy_view
 from kvlab.cache.importance import Importance, UpdateFunction, observed_by
 from kvlab.cache.layers import Layer
@@ -41,8 +40,6 @@ __all__ = [
     "Limit",
     "RowBudgets",
     "Settings",
-    "check_device",
-    "check_names",
     "parse_budget",
     "row_numbers",
 ]
@@ -63,26 +60,6 @@ _LEAST = {
     "plan_length": 1,
     "realloc_every": 1,
 }
-_ELSEWHERE = {
-    "nbits": "bits",
-    "residual_length": "residual",
-    "batch_size": "batch",
-    "max_batch_size": "batch",
-    "max_cache_len": "max_seqlen",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads_q",
-    "num_key_value_heads": "num_heads_kv",
-}
-"""Options of other libraries and what they are called here."""
-_NOT_HERE = {"q_group_size": "there are no groups: every key and value of a token has a step size of its own"}
-
-
-def check_device(device: object) -> None:
-    """Refuse what is neither None nor "cpu", "cuda" or "cuda:" and a number."""
-    if device is not None and not isinstance(device, str):
-        raise TypeError(f"device={device!r} must be 'cpu', 'cuda' or None, not {type(device).__name__}")
-    if device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", device, re.ASCII):
-        raise ValueError(f"device={device!r} is not supported; 'cpu', 'cuda' and 'cuda:0', 'cuda:1' ... are")
 
 
 def _name_of_dtype(dtype: Any) -> str:
@@ -94,25 +71,6 @@ def _name_of_dtype(dtype: Any) -> str:
     except TypeError:
         supported = ", ".join(map(repr, DTYPES))
         raise TypeError(f"dtype={dtype!r} is not supported; {supported} or such dtypes are") from None
-
-
-def check_names(options: Mapping[str, object], known: Collection[str], of: str) -> None:
-    """Refuse options that are not known, and say which one is meant.
-
-    Examples
-    --------
-    >>> check_names({"nbits": 4}, ["bits", "budget"], "the cache")
-    Traceback (most recent call last):
-        ...
-    TypeError: nbits=4 is no option of the cache, bits is meant; bits, budget are
-    """
-    for name, value in options.items():
-        if name in known:
-            continue
-        meant = [_ELSEWHERE[name]] if name in _ELSEWHERE else difflib.get_close_matches(name, known, 1)
-        hint = f", {meant[0]} is meant" if meant and meant[0] in known else ""
-        hint = f" ({_NOT_HERE[name]}: leave it out)" if name in _NOT_HERE else hint
-        raise TypeError(f"{name}={value!r} is no option of {of}{hint}; {', '.join(known)} are")
 
 
 def _refuses_by_name(kind: type[CacheOptions]) -> type[CacheOptions]:

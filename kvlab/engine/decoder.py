@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arguments import choice, whole_number
+from kvlab.arguments import check_device, check_names, choice, whole_number
 from kvlab.cache.cache import MixedPrecisionCache
-from kvlab.cache.options import check_device, check_names
 from kvlab.engine.cpu import CpuExecutor
 from kvlab.engine.geometry import Geometry
 from kvlab.engine.gpu import PLANS, GpuExecutor

@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from kvlab.arguments import check_names
 from kvlab.arrays import dtype_name
 from kvlab.cache.cache import MixedPrecisionCache
-from kvlab.cache.options import check_names
 from kvlab.errors import needs_extra
 from kvlab.ops.plan import first_seen
 
