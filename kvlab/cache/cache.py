@@ -251,8 +251,8 @@ class MixedPrecisionCache(Runner):
             If tokens that left a sliding window would be seen again; the cache is as it was. See `rewind`.
         """
         end = self.seqlen - whole_number(n, "n", 0, self.seqlen)
-        if end and not self._limit.fits(end, self.batch):
-            raise self._limit.refusal(end, self.batch)
+        if end:
+            self._limit.check(end, self.batch)
         if end < max(self._device.lengths):
             self._device.check_crop(end)
             self._device.crop(end, self._limit.row_budgets(end, self.batch))
@@ -284,8 +284,7 @@ class MixedPrecisionCache(Runner):
             return
         limit, length = copy(self._limit), max(self._device.lengths)
         limit.rewind = n
-        if not limit.fits(length, self.batch):
-            raise limit.refusal(length, self.batch)
+        limit.check(length, self.batch)
         with translated_out_of_memory(f"{self.batch} rows of {length} tokens"):
             self._device.allow_rewind(n, partial(limit.row_budgets, batch=self.batch))
         self._limit, self.rewind = limit, n
@@ -410,8 +409,8 @@ class MixedPrecisionCache(Runner):
         """Let row i become row `rows[i]`."""
         device, batch = self._device, len(rows)
         length = device.lengths[0]
-        if batch > self.batch and not self._limit.fits(length, batch):
-            raise self._limit.refusal(length, batch)
+        if batch > self.batch:
+            self._limit.check(length, batch)
         with translated_out_of_memory(f"{batch} rows of {length} tokens"):
             device.take_rows(rows, device.capacity, partial(self._limit.row_budgets, batch=batch))
         self.batch = batch

@@ -409,9 +409,10 @@ class Limit:
         """Bytes with which a row does, however its tokens come, at the lowest widths."""
         return _smallest_nbytes(self._layers[layer], seqlen, self.rewind)
 
-    def fits(self, seqlen: int, batch: int) -> bool:
-        """Whether rows of a length fit for certain."""
-        return not self._short(seqlen, batch)
+    def check(self, seqlen: int, batch: int) -> None:
+        """Refuse rows of a length that do not fit for certain, with BudgetError."""
+        if self._short(seqlen, batch):
+            raise self._refusal(seqlen, batch)
 
     def _short(self, seqlen: int, batch: int) -> list[tuple[int, int]]:
         """Layers that so many tokens do not fit, and the bytes that they have for a row."""
@@ -422,7 +423,7 @@ class Limit:
             if self._smallest(layer, seqlen) > given
         ]
 
-    def refusal(self, seqlen: int, batch: int) -> BudgetError:
+    def _refusal(self, seqlen: int, batch: int) -> BudgetError:
         """The error for a length that does not fit: it names the longest that does and the bytes needed."""
         rows, fraction = max(batch, 1), self.budget.fraction
         needed, given = self.smallest_nbytes(seqlen) * rows, sum(self.row_budgets(seqlen, batch) or ()) * rows

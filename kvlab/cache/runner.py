@@ -59,8 +59,8 @@ class Runner(CacheOptions):
                 for i, layer in enumerate(layers)
             ]
         limit = Limit(self, layers)
-        if self.max_seqlen is not None and not limit.fits(self.max_seqlen, self.batch):
-            raise limit.refusal(self.max_seqlen, self.batch)
+        if self.max_seqlen is not None:
+            limit.check(self.max_seqlen, self.batch)
         self._layers, self._limit = layers, limit
         self._executor: Any = EXECUTORS["cuda" if self.on_gpu else "cpu"]
         self._met = not self.on_gpu  # arrays of the device
@@ -428,9 +428,8 @@ class Runner(CacheOptions):
 
         Returns the device's side, views of the arrays and the address of `valid`, or 0.
         """
-        cache = self
         views = [self._executor.view(x, name) for name, x in arrays.items()]
-        layout = cache.batch, *[view[1:] for view in views]
+        layout = self.batch, *[view[1:] for view in views]
         device = self._device
         if layout not in self._accepted or not self._met:
             device = self._check(arrays, views)
@@ -446,16 +445,15 @@ class Runner(CacheOptions):
 
     def _check(self, arrays: dict[str, Any], views: list[CudaView]) -> DeviceCache:
         """Refuse arrays that no step can take; return the device's side, made at the first call."""
-        cache = self
         num_new = views[0].shape[1] if len(views[0].shape) == 4 else 0
-        kv = (cache.batch, num_new, cache.num_heads_kv, cache.head_dim)
-        queries = (cache.batch, num_new, cache.num_heads_q, cache.head_dim)
+        kv = (self.batch, num_new, self.num_heads_kv, self.head_dim)
+        queries = (self.batch, num_new, self.num_heads_q, self.head_dim)
         for name, view in zip(arrays, views, strict=True):
             if view.shape != (queries if name in ("q", "out") else kv):
-                heads = cache.num_heads_q if name in ("q", "out") else cache.num_heads_kv
-                match_shapes({name: (view.shape, (cache.batch, "S", heads, cache.head_dim))})
+                heads = self.num_heads_q if name in ("q", "out") else self.num_heads_kv
+                match_shapes({name: (view.shape, (self.batch, "S", heads, self.head_dim))})
                 raise ValueError(f"{name} has {view.shape[1]} tokens, but {next(iter(arrays))} has {num_new}")
-            self._executor.check_layout(view, name, cache.dtype)
+            self._executor.check_layout(view, name, self.dtype)
         if not self._met:
             self._meet(views[0], next(iter(arrays.values())), num_new)
         device = self._device
@@ -466,10 +464,9 @@ class Runner(CacheOptions):
 
     def _mask(self, valid: Any, num_new: int) -> int:
         """Check which tokens are no padding and return the address."""
-        batch = self.batch
-        match_shapes({"valid": (valid.shape, (batch, num_new))})
+        match_shapes({"valid": (valid.shape, (self.batch, num_new))})
         view: CudaView = self._executor.view(valid, "valid")
-        if view.dtype != "bool" or (view.strides != (num_new, 1) and num_new and batch):
+        if view.dtype != "bool" or (view.strides != (num_new, 1) and num_new and self.batch):
             raise TypeError(f"valid must be a contiguous array of bool, got {view.dtype} {view.strides}")
         return view.pointer
 
@@ -477,12 +474,10 @@ class Runner(CacheOptions):
         """Make sure that rows of so many tokens fit the budget and the tables."""
         batch, device = self.batch, self._device
         if (length, batch) != self._fitting:
-            if not self._limit.fits(length, batch):
-                raise self._limit.refusal(length, batch)
+            self._limit.check(length, batch)
             self._fitting = length, batch  # the same for every layer of a step
         if length > device.capacity:
-            capacity = self._capacity(length)
-            device.grow(capacity)
+            device.grow(self._capacity(length))
 
     def _meet(self, view: CudaView, like: Any, num_new: int) -> None:
         """Take memory on the GPU of an array, and move there what the cache holds."""
@@ -497,11 +492,9 @@ class Runner(CacheOptions):
 
     def _make(self, executor: Any, like: Any, length: int) -> DeviceCache:
         """Take memory for an empty cache, with room for rows of a length."""
-        cache = self
-        settings = cache.settings(self._limit.rewind)
-        row_budgets_of = partial(self._limit.row_budgets, batch=cache.batch)
-        capacity = self._capacity(length)
-        return DeviceCache(self._layers, cache.batch, settings, executor, like, capacity, row_budgets_of)
+        settings, capacity = self.settings(self._limit.rewind), self._capacity(length)
+        row_budgets_of = partial(self._limit.row_budgets, batch=self.batch)
+        return DeviceCache(self._layers, self.batch, settings, executor, like, capacity, row_budgets_of)
 
     def _capacity(self, length: int) -> int:
         """Tokens of a row to have room for: a quarter more than asked, unless the longest is known."""

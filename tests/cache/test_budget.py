@@ -109,15 +109,19 @@ def test_an_empty_cache_fits_its_budget() -> None:
 def test_a_relative_budget_names_the_longest_length_and_a_plan_length_that_does() -> None:
     """A page takes the same bytes however full it is, so a longer sequence may fit where one does not."""
     cache, (_, k, v) = make(budget=0.2, plan_length=1), new_tokens(np.random.default_rng(0), 1, 200)
-    fitting = [n for n in range(201) if cache._limit.fits(n, 1)]
-    refused = [n for n in range(201) if n not in fitting]
-    assert any(1 < n < max(refused) for n in fitting)
-    for n in refused:
-        error = cache._limit.refusal(n, 1)
+    refused = {}
+    for n in range(201):
+        try:
+            cache._limit.check(n, 1)
+        except BudgetError as error:
+            refused[n] = error
+    fitting, longest = [n for n in range(201) if n not in refused], max(refused)
+    assert any(1 < n < longest for n in fitting)
+    for n, error in refused.items():
         assert error.longest_length == max(m for m in fitting if m < n)
-    found = re.search(r"plan_length \(to (\d+)\)", str(cache._limit.refusal(refused[-1], 1)))
+    found = re.search(r"plan_length \(to (\d+)\)", str(refused[longest]))
     assert found is not None
-    make(budget=0.2, plan_length=int(found[1])).append(0, k[:, : refused[-1]], v[:, : refused[-1]])
+    make(budget=0.2, plan_length=int(found[1])).append(0, k[:, :longest], v[:, :longest])
 
 
 BUDGETS = st.one_of(st.sampled_from([None, 0.2, 0.35, 0.7]), st.integers(392, 80_000))
