@@ -98,13 +98,42 @@ class KeyFrames:
             num_heads_kv, head_dim), as a cache takes them. The first four tokens of a row are left out.
         narrow : bool
             For ladders without a width of 8 for keys: see `kvlab.ops.frame.key_mean`.
+
+        Returns
+        -------
+        KeyFrames
+            Of as many layers.
+
+        Raises
+        ------
+        ValueError
+            If layers differ in shape, or there is none.
+
+        Examples
+        --------
+        >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 80, 2, 64), dtype=np.float32)
+        >>> frames = KeyFrames.measured([(q, k + 3, v)] * 4)
+        >>> frames.k_mean.shape, bool((abs(frames.k_mean - 3) < 1).all())
+        ((4, 2, 64), True)
         """
         arrays = ([np.asarray(x, np.float32) for x in layer] for layer in layers)
         found = [frames_of_layer(*layer, narrow=narrow) for layer in arrays]
+        if not found:
+            raise ValueError("layers is empty: give (q, k, v) of every layer that a cache packs")
         return cls(*map(np.stack, zip(*found, strict=True)))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the frames to a file, atomically; see `kvlab.files` for the format.
+
+        Parameters
+        ----------
+        path : path
+            In a folder that is there.
+
+        Raises
+        ------
+        OSError
+            If the file cannot be written; one that was there is as it was.
 
         Examples
         --------
@@ -120,7 +149,15 @@ class KeyFrames:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> KeyFrames:
-        """Read frames from a file.
+        """Read frames from a file that `save` wrote.
+
+        Parameters
+        ----------
+        path : path
+
+        Returns
+        -------
+        KeyFrames
 
         Raises
         ------
@@ -137,7 +174,19 @@ class KeyFrames:
             raise FormatError(f"{os.fspath(path)}: {error}") from None
 
     def of_layer(self, layer: int, *, in_blocks: bool) -> dict[str, NDArray[Any]]:
-        """The tables of a layer, by name; where keys are not kept in blocks, mean and shift alone."""
+        """Return what a cache takes over for a layer.
+
+        Parameters
+        ----------
+        layer : int
+        in_blocks : bool
+            Whether the layer keeps keys in blocks of channels.
+
+        Returns
+        -------
+        dict of str to array (num_heads_kv, ...)
+            All tables by name, or without blocks the mean, of keys as they are, and the shift.
+        """
         if in_blocks:
             return {field.name: getattr(self, field.name)[layer] for field in fields(self)}
         scaled = np.ldexp(self.k_mean[layer].astype(np.float64), self.exponent[layer, :, :1].astype(int))
@@ -147,7 +196,20 @@ class KeyFrames:
 def frames_of_layer(
     q: NDArray[np.float32], k: NDArray[np.float32], v: NDArray[np.float32], *, narrow: bool
 ) -> tuple[NDArray[Any], ...]:
-    """Take the tables of a layer from its queries, keys and values, (rows, tokens, heads, head_dim)."""
+    """Take the tables of a layer from what a model has made of a text.
+
+    Parameters
+    ----------
+    q : (rows, tokens, num_heads_q, head_dim) float32
+    k, v : (rows, tokens, num_heads_kv, head_dim) float32
+    narrow : bool
+        As for `KeyFrames.measured`.
+
+    Returns
+    -------
+    tuple of arrays (num_heads_kv, ...)
+        The fields of `KeyFrames`, of one layer.
+    """
     sinks, keys = k[0, :FIRST], k[:, FIRST:].reshape(-1, *k.shape[2:])
     sample, last = np.concatenate([sinks, keys]), len(sinks) + len(keys)
     asked = np.zeros(k.shape[2:], np.float32)

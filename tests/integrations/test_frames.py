@@ -88,6 +88,8 @@ def test_files_that_hold_no_frames_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_measured_is_refused() -> None:
+    with pytest.raises(ValueError, match="layers is empty"):
+        kvlab.KeyFrames.measured([])
     model = tiny("llama")
     with pytest.raises(ValueError, match="ids has 19 tokens a row; frames need 20 or more"):
         kvlab.measure_frames(model, tokens(3, 19))
