@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvlab.ladder import EXACT, Ladder, Rung, loss_of
 from kvlab.ops import plan
-from kvlab.ops.layer_state import WAITING_PAGES
+from kvlab.ops.layer_state import WAITING_ENTRIES, WAITING_PAGES
 from kvlab.pages import PAGE_TABLE_BYTES, PageLayout
 
 __all__ = ["Layer", "LayerFormat"]
@@ -134,3 +135,25 @@ class Layer:
     def takes_mean(self) -> bool:
         """Whether rows take their frame from their first tokens: if none is given and keys are packed."""
         return self.frame is None and any(rung.bits_k != 16 for rung in self.store.ladder)
+
+    def waits_within(self, row_budget: int) -> bool:
+        """Whether so many bytes hold the waiting pages of a row, and then the pages that its tokens go to."""
+        store, cost = self.store, self.store.levels.cost
+        most = max(store.waiting_nbytes, WAITING_ENTRIES * cost[0] + 3 * cost[-1])
+        return self.takes_mean and store.num_heads_kv * most + store.fixed_nbytes <= row_budget
+
+    def ample_nbytes(self, tokens: int, rewind: int) -> int:
+        """Bytes of a row of so many tokens with which no plan has to be compact."""
+        return self._nbytes(plan.ample_nbytes, tokens, rewind)
+
+    def smallest_nbytes(self, tokens: int, rewind: int, lookahead: int = 0) -> int:
+        """Bytes with which a row holds so many tokens for certain, and open pages for `lookahead` more."""
+        return self._nbytes(plan.smallest_nbytes, tokens, rewind, lookahead=lookahead)
+
+    def _nbytes(self, of: Callable[..., int], tokens: int, rewind: int, **options: int) -> int:
+        geometry, reach = (self.store.num_heads_kv, self.stored.levels), self.reach(rewind)
+        return of(tokens, *geometry, self.store.fixed_nbytes, window=self.residual, reach=reach, **options)
+
+    def reach(self, rewind: int) -> int:
+        """How many tokens plans keep, where crops may take back `rewind`; 0: all."""
+        return plan.reach_of(self.sliding_window, rewind)

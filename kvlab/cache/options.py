@@ -31,7 +31,7 @@ from kvlab.errors import BudgetError
 from kvlab.ladder import BITS, Bits, default_bits
 from kvlab.ops.allocator import METHODS, Method
 from kvlab.ops.key_frames import KeyFrames
-from kvlab.ops.plan import reach_of, smallest_nbytes
+from kvlab.ops.plan import reach_of
 from kvlab.sizes import parse_size
 
 __all__ = [
@@ -343,9 +343,7 @@ RowBudgets = Sequence[int] | None
 
 @lru_cache(maxsize=64)  # layers are often the same
 def _smallest_nbytes(layer: Layer, seqlen: int, rewind: int) -> int:
-    geometry = layer.store.num_heads_kv, layer.stored.levels, layer.store.fixed_nbytes
-    reach = reach_of(layer.sliding_window, rewind)
-    return smallest_nbytes(seqlen, *geometry, window=layer.residual, reach=reach)
+    return layer.smallest_nbytes(seqlen, rewind)
 
 
 class Limit:

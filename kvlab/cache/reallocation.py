@@ -8,7 +8,7 @@ all layers of a step (`synchronize`): waiting for each took as long as its launc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,9 +22,7 @@ from kvlab.ops.plan import (
     OVER_BUDGET,
     RETRY,
     PlanShape,
-    ample_nbytes,
     crop_bounds,
-    smallest_nbytes,
 )
 from kvlab.pages import QUAD, TOKENS_PER_PAGE
 
@@ -137,18 +135,13 @@ class Reallocator:
 
     def is_tight(self, layer: int, length: int, row_budgets: RowBudgets) -> bool:
         """Whether so many bytes of a row may be too few for a plan of `length` tokens that is not compact."""
-        return row_budgets is not None and self._nbytes(ample_nbytes, layer, length) > row_budgets[layer]
+        of, rewind = self.store.layers[layer], self.store.rewind
+        return row_budgets is not None and of.ample_nbytes(length, rewind) > row_budgets[layer]
 
     def holds(self, layer: int, length: int, row_budgets: RowBudgets, lookahead: int) -> bool:
         """Whether the bytes of a row hold `length` tokens and open pages for `lookahead` more."""
-        if row_budgets is None:
-            return True
-        return self._nbytes(smallest_nbytes, layer, length, lookahead=lookahead) <= row_budgets[layer]
-
-    def _nbytes(self, of: Callable[..., int], layer: int, length: int, **options: int) -> int:
-        store, window, reach = self.store.stores[layer], self._rules["window"], self.store.reach(layer)
-        geometry = store.num_heads_kv, self.ladders[layer], store.fixed_nbytes
-        return of(length, *geometry, window=window, reach=reach, **options)
+        of, rewind = self.store.layers[layer], self.store.rewind
+        return row_budgets is None or of.smallest_nbytes(length, rewind, lookahead) <= row_budgets[layer]
 
     def reallocate(
         self,

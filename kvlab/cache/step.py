@@ -23,7 +23,7 @@ from kvlab.cache.layers import Layer
 from kvlab.cache.reallocation import LOOKAHEAD, Reallocator
 from kvlab.cache.score import Collector
 from kvlab.cache.store import DeviceStore, move_rows, reorder_rows
-from kvlab.cache.waiting import Merged, Waiting, merged_tokens, waits_within
+from kvlab.cache.waiting import Merged, Waiting, merged_tokens
 from kvlab.device import translated_out_of_memory
 from kvlab.ops.cuda.plan import Workspace
 from kvlab.ops.layer_state import MAX_NEW, new_tokens
@@ -105,7 +105,7 @@ class DeviceCache:
         row_budgets = row_budgets_of(0)
         if row_budgets is None:
             return [layer.takes_mean for layer in self.layers]
-        return [waits_within(layer, most) for layer, most in zip(self.layers, row_budgets, strict=True)]
+        return [layer.waits_within(most) for layer, most in zip(self.layers, row_budgets, strict=True)]
 
     def _use(self, reallocator: Reallocator) -> None:
         """Work on the pages of a reallocator from now on."""

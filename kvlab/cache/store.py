@@ -29,7 +29,7 @@ from kvlab.cache.layers import Layer, LayerFormat
 from kvlab.ops.frame import FRAME, LAST
 from kvlab.ops.layer_state import OPEN_PAGES, POINTERS, RUNGS, STATE, UNIT, WAITING_ENTRIES, WAITING_PAGES
 from kvlab.ops.packed import Window
-from kvlab.ops.plan import reach_of, spare_nbytes
+from kvlab.ops.plan import spare_nbytes
 from kvlab.pages import NO_PAGE, QUAD, TOKENS_PER_PAGE, LayerPages, PageLayout, new_pool, width_number
 
 __all__ = [
@@ -104,7 +104,7 @@ def _slabs_of(store: LayerFormat, batch: int, pages: int, most: int | None) -> t
 def _highest_nbytes(layer: Layer, capacity: int, rewind: int) -> int:
     """Bytes of a row of so many tokens at the highest rung, behind exact ones of the residual window."""
     store, exact = layer.store, layer.stored.page_bytes(len(layer.stored.ladder) - 1)
-    tokens = min(capacity, reach_of(layer.sliding_window, rewind) or capacity)
+    tokens = min(capacity, layer.reach(rewind) or capacity)
     pages = tokens // TOKENS_PER_PAGE + (1 + (capacity >> 16)) * len(store.ladder)
     longest = max(layer.residual, LAST - 1) if layer.takes_mean else layer.residual
     window = -(-longest // TOKENS_PER_PAGE) + 2
@@ -404,7 +404,7 @@ class DeviceStore:
 
     def reach(self, layer: int) -> int:
         """How many tokens of a layer plans keep; 0: all."""
-        return reach_of(self.layers[layer].sliding_window, self.rewind)
+        return self.layers[layer].reach(self.rewind)
 
     def window(self, layer: int, after: int = 0) -> Window | None:
         """What queries see of a layer, the first of them `after` tokens behind the stored ones."""

@@ -22,26 +22,16 @@ from numpy.typing import NDArray
 
 from kvlab.arrays import CudaView
 from kvlab.ops.frame import LAST
-from kvlab.ops.layer_state import WAITING_ENTRIES, WAITING_PAGES, new_tokens
+from kvlab.ops.layer_state import WAITING_PAGES, new_tokens
 from kvlab.pages import TOKENS_PER_PAGE
 
 if TYPE_CHECKING:
-    from kvlab.cache.layers import Layer
     from kvlab.cache.store import DeviceStore
 
-__all__ = ["Merged", "Waiting", "merged_tokens", "put_new", "waits_within"]
+__all__ = ["Merged", "Waiting", "merged_tokens", "put_new"]
 
 CAPACITY = WAITING_PAGES * TOKENS_PER_PAGE
 """Tokens that the waiting pages of a row hold."""
-
-
-def waits_within(layer: Layer, row_budget: int) -> bool:
-    """Whether so many bytes hold the waiting pages of a row, and then the pages that its tokens go to."""
-    store, cost = layer.store, layer.store.levels.cost
-    packed = WAITING_ENTRIES * cost[0] + 3 * cost[-1]
-    most = max(store.waiting_nbytes, packed)
-    needed = store.num_heads_kv * most + store.fixed_nbytes
-    return layer.takes_mean and needed <= row_budget
 
 
 class Waiting:
