@@ -30,8 +30,8 @@ import torch
 
 from kvlab.arrays import cuda_view
 from kvlab.cache.cuda import GPU, GpuKernels
+from kvlab.cache.importance import Collector
 from kvlab.cache.layers import Layer, LayerFormat
-from kvlab.cache.score import Collector
 from kvlab.cache.store import DeviceStore
 from kvlab.lab.results import provenance
 from kvlab.lab.timing_gpu import recorded, time_by_events

@@ -22,7 +22,7 @@ from kvlab.ladder import EXACT
 from kvlab.ops.layer_state import OBSERVED, ROWS
 
 if TYPE_CHECKING:
-    from kvlab.cache.score import Collector
+    from kvlab.cache.importance import Collector
     from kvlab.cache.waiting import Waiting
 
 __all__ = ["KnownStep", "StepCalls", "keep_launches", "launch_again"]

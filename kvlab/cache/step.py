@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import CudaView
+from kvlab.cache.importance import Collector
 from kvlab.cache.launches import KnownStep, Lse, StepCalls
 from kvlab.cache.layers import Layer
 from kvlab.cache.reallocation import LOOKAHEAD, Reallocator
-from kvlab.cache.score import Collector
 from kvlab.cache.store import DeviceStore, move_rows, reorder_rows
 from kvlab.cache.waiting import Merged, Waiting, merged_tokens
 from kvlab.device import translated_out_of_memory
