@@ -396,7 +396,7 @@ class MixedPrecisionCache(Runner):
     def _fill(self, states: list[dict[str, Any]], arrays: Arrays) -> None:
         """Hold contents in an empty cache that has not met its GPU."""
         length = max(whole_number(state["seqlen"], "seqlen", 0, LONGEST) for state in states)
-        if length > self._device.capacity:
+        if length > self._device.store.capacity:
             self._device = self._make(self._device.executor, self._device.like, length)
         fill(self._device, states, arrays)
         row_budgets = self._limit.row_budgets(length, self.batch)
@@ -412,7 +412,7 @@ class MixedPrecisionCache(Runner):
         if batch > self.batch:
             self._limit.check(length, batch)
         with translated_out_of_memory(f"{batch} rows of {length} tokens"):
-            device.take_rows(rows, device.capacity, partial(self._limit.row_budgets, batch=batch))
+            device.take_rows(rows, device.store.capacity, partial(self._limit.row_budgets, batch=batch))
         self.batch = batch
 
 

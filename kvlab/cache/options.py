@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from kvlab.arguments import LONGEST, check_device, check_names, choice, number, whole_number
 from kvlab.arrays import Array, dtype_name, to_numpy_view
-from kvlab.cache.importance import Importance, UpdateFunction, observed_by
+from kvlab.cache.importance import Importance, UpdateFunction
 from kvlab.cache.layers import Layer
 from kvlab.errors import BudgetError
 from kvlab.ladder import BITS, Bits, default_bits
@@ -172,7 +172,6 @@ class CacheOptions:
                 )
         self.sliding_window = _windows(self.sliding_window, self.num_layers)
         self.ema_decay = number(self.ema_decay, "ema_decay", 0, 1)
-        observed_by(self.importance)
         self.floor = number(self.floor, "floor", 0, 1 << 20)
         choice(self.allocator, "allocator", METHODS)
         self.dtype = _name_of_dtype(self.dtype)

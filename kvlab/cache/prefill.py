@@ -131,7 +131,7 @@ class _NewTokens:
 
     def codes(self) -> Any:
         """Memory for the importance of the tokens, (batch * num_heads_kv, num_new)."""
-        return self._cache.executor.empty((self._cache.num_bh, self.num_new), "uint8", self._arrays[0])
+        return self._cache.executor.empty((self._cache.store.num_bh, self.num_new), "uint8", self._arrays[0])
 
     def enqueue(self, codes: Any, queries: CudaView | None = None) -> None:
         """Plan and write the tokens."""

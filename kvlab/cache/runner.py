@@ -476,7 +476,7 @@ class Runner(CacheOptions):
         if (length, batch) != self._fitting:
             self._limit.check(length, batch)
             self._fitting = length, batch  # the same for every layer of a step
-        if length > device.capacity:
+        if length > device.store.capacity:
             device.grow(self._capacity(length))
 
     def _meet(self, view: CudaView, like: Any, num_new: int) -> None:

@@ -71,33 +71,32 @@ class DeviceCache:
         self, layers: Sequence[Layer], batch: int, settings: Settings, executor: Any, like: Any,
         capacity: int, row_budgets_of: RowBudgetsOf,
     ) -> None:  # fmt: skip
-        store, self.executor, self.batch = layers[0].store, executor, batch
-        self.layers, self.settings, self.like = layers, settings, like
+        self.layers, self.settings, self.executor, self.like = layers, settings, executor, like
         self.device = executor.view(like, "q").device
-        self.num_bh, self.group = batch * store.num_heads_kv, settings.num_heads_q // store.num_heads_kv
+        self.group = settings.num_heads_q // layers[0].store.num_heads_kv
         self.lengths, self.since, self.lookahead, self.dropped = ([0] * len(layers) for _ in range(4))
         windows = [layer.sliding_window for layer in layers if layer.sliding_window]
         self.max_new = min([MAX_NEW, *windows])  # tokens of a step that all see each other
         self.observes = [layer.observes for layer in layers]
         self.generation = 0
-        self.make(capacity, row_budgets_of)
+        self.make(batch, capacity, row_budgets_of)
         self.store.clear_arenas()
 
     def make(
-        self, capacity: int, row_budgets_of: RowBudgetsOf, fill: Callable[[DeviceStore], None] | None = None
-    ) -> None:
+        self, batch: int, capacity: int, row_budgets_of: RowBudgetsOf,
+        fill: Callable[[DeviceStore], None] | None = None,
+    ) -> None:  # fmt: skip
         """Take memory for so many tokens of a row, and forget the old; `fill` is given the pages at once."""
         row_budgets, holds = row_budgets_of(capacity), self._holds_waiting(row_budgets_of)
         with translated_out_of_memory(f"a cache of {capacity} tokens a row"):
             store = DeviceStore(
-                self.layers, self.batch, self.executor, self.like, capacity, row_budgets, holds,
+                self.layers, batch, self.executor, self.like, capacity, row_budgets, holds,
                 self.settings.rewind,
             )  # fmt: skip
             if fill is not None:
                 fill(store)
             reallocator = Reallocator(store, self.settings)
-        self.capacity, self.row_budgets_of = capacity, row_budgets_of
-        self.waiting = Waiting(store)
+        self.row_budgets_of, self.waiting = row_budgets_of, Waiting(store)
         self._use(reallocator)
 
     def _holds_waiting(self, row_budgets_of: RowBudgetsOf) -> list[bool]:
@@ -303,7 +302,7 @@ class DeviceCache:
     def _merged(self, layers: Sequence[int], tight: bool) -> tuple[Merged, Workspace]:
         """Memory for the waiting tokens of any layer, taken before anything changes."""
         store = self.layers[0].store
-        shape = self.batch, 0, store.num_heads_kv, store.head_dim
+        shape = self.store.batch, 0, store.num_heads_kv, store.head_dim
         dtype = self.executor.input_dtype(store.dtype)
         merged = merged_tokens(shape, self.executor, self.like, dtype, waiting=True)
         stored = tight or any(self.waiting.mode(layer) != "all" for layer in layers)
@@ -378,7 +377,7 @@ class DeviceCache:
         """
         stream, store = self.executor.stream(self.like), self.store
         self.flush(stream)
-        if len(rows) != store.batch or capacity != self.capacity:
+        if len(rows) != store.batch or capacity != store.capacity:
             self._move_rows(rows, capacity, row_budgets_of, stream)
         elif not np.array_equal(rows, np.arange(store.batch)):
             waits = [self.waiting.mode(layer) != "none" for layer in range(len(self.layers))]
@@ -395,9 +394,8 @@ class DeviceCache:
             move_rows(source, store, rows, stream)
 
         try:
-            self.batch = len(rows)
             # Where nothing has to change before, the device copies while the host lays down the rest.
-            self.make(capacity, row_budgets_of, None if ending or fewer else move)
+            self.make(len(rows), capacity, row_budgets_of, None if ending or fewer else move)
             if ending or fewer:
                 new = {name: value for name, value in vars(self).items() if value is not old[name]}
                 vars(self).update(old)
@@ -411,7 +409,6 @@ class DeviceCache:
             raise
         self.reallocator.restart(tidy=old["reallocator"].tidy)
         self.waiting.take_rows(old["waiting"], rows)
-        self.num_bh = self.store.batch * self.store.heads
 
     def _without_room_to_wait(self, row_budgets_of: RowBudgetsOf) -> list[int]:
         """Layers with tokens that wait, for which rows of so many bytes have no pages."""
@@ -444,7 +441,7 @@ class DeviceCache:
             stream = self.executor.stream(self.like)
             try:
                 self.flush(stream)
-                self._move_rows(np.arange(self.store.batch), self.capacity, row_budgets_of, stream)
+                self._move_rows(np.arange(self.store.batch), self.store.capacity, row_budgets_of, stream)
             except BaseException:
                 self.settings = before
                 raise
@@ -455,7 +452,7 @@ class DeviceCache:
         other = object.__new__(DeviceCache)
         vars(other).update({name: x.copy() if isinstance(x, list) else x for name, x in vars(self).items()})
         other.waiting = Waiting(self.store)
-        other.waiting.take_rows(self.waiting, np.arange(self.batch))
+        other.waiting.take_rows(self.waiting, np.arange(self.store.batch))
         other._use(self.reallocator.copy())
         return other
 

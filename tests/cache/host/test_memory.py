@@ -173,7 +173,7 @@ def kept(cache: Any, lengths: list[int] | None = None) -> Callable[[], None]:
     def unchanged() -> None:
         assert cache._device.lengths == lengths
         assert cache.batch == cache._device.store.batch == batch
-        assert cache._device.num_bh == batch * HEADS
+        assert cache._device.store.num_bh == batch * HEADS
         for old, new in zip(before, pages_of(cache), strict=True):
             assert np.array_equal(old.num_pages, new.num_pages)
             assert all(np.array_equal(a, b) for a, b in zip(old.pools, new.pools, strict=True))
