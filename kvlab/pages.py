@@ -31,6 +31,7 @@ __all__ = [
     "RAW",
     "TOKENS_PER_PAGE",
     "WIDTHS",
+    "DevicePages",
     "LayerPages",
     "PageLayout",
     "Profile",
@@ -616,6 +617,30 @@ class LayerPages:
                 f"rung must be equal in entries 4 n to 4 n + 3, got {quad} at (row, head, entry) "
                 f"{(row, head, entry // QUAD * QUAD)}"
             )
+
+
+@dataclass
+class DevicePages:
+    """A layer's pages where a cache has them; attributes as of `LayerPages`, in arrays of one framework.
+
+    NumPy's unsigned types may be signed ones of as many bits. `unit`: bytes that `index` counts from the
+    beginning of pools, which may then be one; 0: it counts pages.
+    """
+
+    layouts: tuple[PageLayout, ...]
+    pools: tuple[Any, ...]
+    rung: Any
+    count: Any
+    index: Any
+    base: Any
+    num_pages: Any
+    k_mean: Any
+    k_shift: Any
+    exponent: Any
+    k_order: Any
+    k_gain: Any
+    dtype: str
+    unit: int = 0
 
 
 def named_pages(tables: dict[str, Any]) -> NDArray[np.bool_]:

@@ -22,10 +22,10 @@ from kvlab.ops.cpu.packed import AttendCall
 from kvlab.ops.cpu.rows import copy_pages_to, take_rows
 from kvlab.ops.layer_state import UNIT
 from kvlab.ops.plan import Ladder, PlanShape
-from kvlab.pages import QUAD, TOKENS_PER_PAGE
+from kvlab.pages import QUAD, TOKENS_PER_PAGE, DevicePages
 
 if TYPE_CHECKING:
-    from kvlab.cache.store import DevicePages, DeviceStore, RowMove
+    from kvlab.cache.store import DeviceStore, RowMove
 
 __all__ = ["CPU", "CpuExecutor", "CpuKernels", "host_layers"]
 

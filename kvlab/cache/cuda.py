@@ -27,10 +27,10 @@ from kvlab.ops.cuda import pages as kernels
 from kvlab.ops.device_arrays import contiguous, copied
 from kvlab.ops.layer_state import STATE
 from kvlab.ops.plan import Ladder, PlanShape
-from kvlab.pages import profile_names
+from kvlab.pages import DevicePages, profile_names
 
 if TYPE_CHECKING:
-    from kvlab.cache.store import DevicePages, DeviceStore, RowMove
+    from kvlab.cache.store import DeviceStore, RowMove
     from kvlab.ladder import Rung
 
 __all__ = ["GPU", "GpuExecutor", "GpuKernels"]

@@ -30,10 +30,18 @@ from kvlab.ops.frame import FRAME, LAST
 from kvlab.ops.layer_state import OPEN_PAGES, POINTERS, RUNGS, STATE, UNIT, WAITING_ENTRIES, WAITING_PAGES
 from kvlab.ops.packed import Window
 from kvlab.ops.plan import spare_nbytes
-from kvlab.pages import NO_PAGE, QUAD, TOKENS_PER_PAGE, LayerPages, PageLayout, new_pool, width_number
+from kvlab.pages import (
+    NO_PAGE,
+    QUAD,
+    TOKENS_PER_PAGE,
+    DevicePages,
+    LayerPages,
+    PageLayout,
+    new_pool,
+    width_number,
+)
 
 __all__ = [
-    "DevicePages",
     "DeviceStore",
     "RowMove",
     "move_rows",
@@ -44,26 +52,6 @@ __all__ = [
 _WASTE = 0.03
 _ALIGNMENT = 256
 """Bytes that tables begin at a multiple of in their memory."""
-
-
-@dataclass(frozen=True)
-class DevicePages:
-    """What packed attention reads of one layer; see `kvlab.ops.packed.Pages`."""
-
-    layouts: tuple[PageLayout, ...]
-    pools: tuple[Any, ...]
-    rung: Any
-    count: Any
-    index: Any
-    base: Any
-    num_pages: Any
-    k_mean: Any
-    k_shift: Any
-    exponent: Any
-    k_order: Any
-    k_gain: Any
-    dtype: str
-    unit: int = UNIT
 
 
 @lru_cache(maxsize=256)
@@ -433,6 +421,7 @@ class DeviceStore:
             num_pages=tables["num_pages"][layer],
             **{name: tables[name][layer] for name in FRAME},
             dtype=store.dtype,
+            unit=UNIT,
         )
 
     def host_pages(self, layer: int) -> LayerPages:

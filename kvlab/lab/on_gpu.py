@@ -6,7 +6,6 @@ backend.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,9 @@ from kvlab.errors import needs_extra
 from kvlab.lab.gpu_lock import gpu_lock, shared_gpu
 from kvlab.lab.timing import Timing
 from kvlab.lab.timing_gpu import captured, time_graphs
+from kvlab.ops.frame import FRAME
 from kvlab.ops.packed import packed_attention
-from kvlab.pages import LayerPages
+from kvlab.pages import DevicePages, LayerPages
 from kvlab.registry import last_backend
 
 __all__ = ["attend_layers", "to_gpu"]
@@ -64,7 +64,7 @@ def attend_layers(
     return timing, first, backend
 
 
-def to_gpu(pages: LayerPages) -> SimpleNamespace:
+def to_gpu(pages: LayerPages) -> DevicePages:
     """Return the pages of a layer with their arrays on torch's current GPU."""
     import torch
 
@@ -72,14 +72,6 @@ def to_gpu(pages: LayerPages) -> SimpleNamespace:
         signed = {"uint32": np.int32, "uint16": np.int16}.get(x.dtype.name)
         return torch.from_numpy(np.ascontiguousarray(x if signed is None else x.view(signed))).cuda()
 
-    return SimpleNamespace(
-        layouts=pages.layouts,
-        pools=tuple(copy(pool) for pool in pages.pools),
-        rung=copy(pages.rung),
-        index=copy(pages.index),
-        count=copy(pages.count),
-        num_pages=copy(pages.num_pages),
-        k_mean=copy(pages.k_mean),
-        k_shift=copy(pages.k_shift),
-        dtype=pages.dtype,
-    )
+    tables = "rung", "count", "index", "base", "num_pages", *FRAME
+    copies = {name: copy(getattr(pages, name)) for name in tables}
+    return DevicePages(pages.layouts, tuple(map(copy, pages.pools)), **copies, dtype=pages.dtype)

@@ -1,6 +1,6 @@
 """Attention over packed pages: queries attend the stored tokens of a compressed cache without unpacking them.
 
-The pages come as a page table and pools (`kvlab.pages.LayerPages`; only its shape is known here).
+The pages come as a page table and pools (`kvlab.pages.LayerPages`).
 Stored tokens are older than the queries, so nothing hides them but a window, and their order does not matter:
 pages are attended in any order and partial results merged by their log-sum-exp. The caller does the same with
 the tokens that are not in pages.
@@ -13,8 +13,7 @@ again.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, Generic, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple
 
 from kvlab.arguments import sides_of_window
 from kvlab.arrays import (
@@ -24,10 +23,11 @@ from kvlab.arrays import (
     device_of,
     dtype_name,
 )
+from kvlab.pages import DevicePages, LayerPages
 from kvlab.registry import ON_CUDA, ON_NUMBA, AtLeast, Implementation, choose, register, requirements_of
 from kvlab.shapes import match_shapes
 
-__all__ = ["Layout", "PackedAttention", "Pages", "Window", "mass_from_scores", "packed_attention"]
+__all__ = ["PackedAttention", "Pages", "Window", "mass_from_scores", "packed_attention"]
 
 _FLOATS = ("float16", "bfloat16", "float32")
 _REQUIREMENTS: dict[str, Any] = {"dtype": _FLOATS, "head_dim": range(16, 257, 16)}
@@ -49,64 +49,8 @@ register(
 )
 
 
-class Layout(Protocol):
-    """Where things lie in a page of one rung; `kvlab.pages.PageLayout`."""
-
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def bits_k(self) -> Any: ...
-    @property
-    def bits_v(self) -> int: ...
-    @property
-    def blocks(self) -> tuple[int, ...]: ...
-    @property
-    def in_blocks(self) -> bool: ...
-    @property
-    def itemsize(self) -> int: ...
-    @property
-    def k_codes(self) -> int: ...
-    @property
-    def v_codes(self) -> int: ...
-    @property
-    def k_steps(self) -> int: ...
-    @property
-    def v_steps(self) -> int: ...
-    @property
-    def positions(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-
-
-class Pages(Protocol):
-    """What an attention call reads of one layer; `kvlab.pages.LayerPages`."""
-
-    @property
-    def layouts(self) -> Sequence[Layout]: ...
-    @property
-    def pools(self) -> Sequence[Any]: ...
-    @property
-    def rung(self) -> Any: ...
-    @property
-    def count(self) -> Any: ...
-    @property
-    def index(self) -> Any: ...
-    @property
-    def base(self) -> Any: ...
-    @property
-    def num_pages(self) -> Any: ...
-    @property
-    def k_mean(self) -> Any: ...
-    @property
-    def k_shift(self) -> Any: ...
-    @property
-    def exponent(self) -> Any: ...
-    @property
-    def k_order(self) -> Any: ...
-    @property
-    def k_gain(self) -> Any: ...
-    @property
-    def dtype(self) -> str: ...
+Pages = LayerPages | DevicePages
+"""What an attention call reads of one layer."""
 
 
 class Window(NamedTuple):
@@ -147,7 +91,7 @@ def packed_attention(
     q : array, (batch, seqlen_q, num_heads_q, head_dim)
         float16, bfloat16 or float32. Query head h reads KV head h // (num_heads_q // num_heads_kv).
     pages : Pages
-        A `kvlab.pages.LayerPages`, or what has its attributes on the GPU of `q`: a cache's own pages.
+        A `kvlab.pages.LayerPages`, or a `kvlab.pages.DevicePages` on the GPU of `q`: a cache's own pages.
     scale : float, optional
         Factor on the scores; 1 / sqrt(head_dim) if not given.
     softcap : float

@@ -7,7 +7,6 @@ exist.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
@@ -18,7 +17,7 @@ import torch
 from kvlab.ops.cuda import packed as packed_cuda
 from kvlab.ops.numba import packed as packed_numba
 from kvlab.ops.packed import Window
-from kvlab.pages import NO_PAGE, QUAD, TOKENS_PER_PAGE, LayerPages, PageLayout, new_pool
+from kvlab.pages import NO_PAGE, QUAD, TOKENS_PER_PAGE, DevicePages, LayerPages, PageLayout, new_pool
 from kvlab.reference import packed as reference
 from kvlab.reference.pages import bit_address
 from tests.compare import assert_accurate, low_precision_attention
@@ -36,25 +35,6 @@ NAN_BITS = {"float16": 0x7E00, "bfloat16": 0x7FC0}
 def each_backend(request: pytest.FixtureRequest) -> Any:
     """The module that launches a backend."""
     return BACKENDS[request.param]
-
-
-@dataclass
-class DevicePages:
-    """A `LayerPages` on the GPU."""
-
-    layouts: tuple[PageLayout, ...]
-    pools: tuple[torch.Tensor, ...]
-    rung: torch.Tensor
-    count: torch.Tensor
-    index: torch.Tensor
-    base: torch.Tensor
-    num_pages: torch.Tensor
-    k_mean: torch.Tensor
-    k_shift: torch.Tensor
-    exponent: torch.Tensor
-    k_order: torch.Tensor
-    k_gain: torch.Tensor
-    dtype: str
 
 
 def on_device(pages: LayerPages) -> DevicePages:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +24,7 @@ from kvlab.lab.benchmark.device_pages import Mixture, Shape, attended_apart, dra
 from kvlab.lab.results import Row
 from kvlab.lab.timing_gpu import time_in_succession
 from kvlab.ops.cuda import packed as packed_cuda
-from kvlab.pages import QUAD, TOKENS_PER_PAGE
+from kvlab.pages import QUAD, TOKENS_PER_PAGE, DevicePages
 
 __all__ = [
     "CONTEXTS",
@@ -206,7 +205,7 @@ def prepare_packed(
     workspace = backend.make_workspace(q, shape.num_sequences, group, shape.head_dim)
     options = {"warps": warps} if warps else {}
 
-    def attend(own: SimpleNamespace) -> None:
+    def attend(own: DevicePages) -> None:
         backend.attend(q, own, out, lse, workspace, scale=shape.head_dim**-0.5, **options)
 
     attend(pages)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
-from types import SimpleNamespace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from kvlab.ops.frame import FRAME
-from kvlab.pages import QUAD, TOKENS_PER_PAGE, PageLayout, Width, width_number
+from kvlab.pages import QUAD, TOKENS_PER_PAGE, DevicePages, PageLayout, Width, width_number
 from kvlab.reference.packed import packed_attention
 
 __all__ = ["Mixture", "Shape", "attended_apart", "draw_pages", "relative_error"]
@@ -40,7 +39,7 @@ class Shape:
         return self.batch * self.num_heads_kv
 
 
-def draw_pages(shape: Shape, mixture: Mixture, device: str = "cuda") -> SimpleNamespace:
+def draw_pages(shape: Shape, mixture: Mixture, device: str = "cuda") -> DevicePages:
     """Return full pages of random codes in random order; the table of each sequence is sorted by width."""
     import torch
 
@@ -62,12 +61,13 @@ def draw_pages(shape: Shape, mixture: Mixture, device: str = "cuda") -> SimpleNa
     frame = shape.batch, shape.num_heads_kv
     table = (*frame, entries)
     orders = [torch.randperm(shape.head_dim, device=device) for _ in range(shape.num_sequences)]
-    return SimpleNamespace(
+    return DevicePages(
         layouts=layouts,
         pools=tuple(pools),
         rung=rung.view(table),
         index=index.view(table),
         count=torch.full(table, TOKENS_PER_PAGE, dtype=torch.uint8, device=device),
+        base=torch.zeros(table, dtype=torch.int16, device=device),
         num_pages=torch.full(frame, entries, dtype=torch.int32, device=device),
         k_mean=torch.randn(*frame, shape.head_dim, device=device, dtype=torch.float16),
         k_shift=torch.zeros(*frame, shape.head_dim, device=device, dtype=torch.uint8),
@@ -98,7 +98,7 @@ def _draw_pool(layout: PageLayout, count: int, device: str) -> Any:
     return pool
 
 
-def relative_error(pages: SimpleNamespace, q: Any, out: Any, pair: int) -> float:
+def relative_error(pages: DevicePages, q: Any, out: Any, pair: int) -> float:
     """Return the relative error of the heads of one (row, KV head) against float64."""
     heads, kv_heads = q.shape[2], pages.rung.shape[1]
     group, b, h = heads // kv_heads, pair // kv_heads, pair % kv_heads
@@ -108,12 +108,13 @@ def relative_error(pages: SimpleNamespace, q: Any, out: Any, pair: int) -> float
         mine = rung == r
         pools.append(pool[index[mine].to(pool.device)].cpu().numpy())
         slot[mine.numpy()] = np.arange(int(mine.sum()))
-    one = SimpleNamespace(
+    one = DevicePages(
         layouts=pages.layouts,
-        pools=pools,
+        pools=tuple(pools),
         rung=rung.numpy()[None, None],
         index=slot[None, None],
         count=np.full((1, 1, len(rung)), TOKENS_PER_PAGE),
+        base=np.zeros((1, 1, len(rung)), np.uint16),
         num_pages=np.array([[len(rung)]]),
         **{name: getattr(pages, name)[b, h].cpu().numpy()[None, None] for name in FRAME},
         dtype=pages.dtype,
@@ -125,7 +126,7 @@ def relative_error(pages: SimpleNamespace, q: Any, out: Any, pair: int) -> float
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
-def attended_apart(pages: SimpleNamespace, q: Any, backend: Any) -> Any:
+def attended_apart(pages: DevicePages, q: Any, backend: Any) -> Any:
     """Return what `backend.attend` gives if every (row, KV head) is a call of its own."""
     import torch
 
@@ -136,8 +137,8 @@ def attended_apart(pages: SimpleNamespace, q: Any, backend: Any) -> Any:
     part = torch.empty(1, 1, group, q.shape[3], dtype=q.dtype, device=q.device)
     for b, h in itertools.product(range(batch), range(kv_heads)):
         own, heads = (slice(b, b + 1), slice(h, h + 1)), slice(h * group, (h + 1) * group)
-        tables = {name: getattr(pages, name)[own] for name in ("rung", "index", "count", "num_pages")}
-        alone = SimpleNamespace(**vars(pages) | tables | {name: getattr(pages, name)[own] for name in FRAME})
+        tables = "rung", "index", "count", "base", "num_pages", *FRAME
+        alone = replace(pages, **{name: getattr(pages, name)[own] for name in tables})
         backend.attend(q[own[0], :, heads], alone, part, lse, workspace, scale=q.shape[3] ** -0.5)
         out[own[0], :, heads] = part
     return out

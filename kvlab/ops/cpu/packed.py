@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from kvlab.arrays import Array, ArrayT, CudaView, like_first, to_numpy_view
 from kvlab.ops.cpu.layer import array_at, view_at
-from kvlab.ops.packed import Layout, PackedAttention, Pages, Window
-from kvlab.pages import QUAD, TOKENS_PER_PAGE
+from kvlab.ops.packed import PackedAttention, Pages, Window
+from kvlab.pages import QUAD, TOKENS_PER_PAGE, PageLayout
 from kvlab.threads import run_parallel
 
 __all__ = ["AttendCall", "attend", "attend_into", "mass"]
@@ -33,7 +33,7 @@ _WORTH_SHARING = 8_000_000  # multiplications, about a quarter of a millisecond
 
 
 @lru_cache(maxsize=64)
-def _layout_table(layouts: tuple[Layout, ...], dtype: str, rows: int) -> NDArray[np.int64]:
+def _layout_table(layouts: tuple[PageLayout, ...], dtype: str, rows: int) -> NDArray[np.int64]:
     """Describe the rungs to the kernels; the addresses of the pools are filled in at each call.
 
     `rows` is what one product serves: up to `ROWS_AT_ONCE`, or 0 for pages that are expanded to memory.

@@ -23,10 +23,10 @@ from kvlab.jit.launch import Kernel, PreparedLaunch, cuda_kernel
 from kvlab.jit.structs import ADDRESS, Struct
 from kvlab.ops.device_arrays import dense_pointer, multiprocessors, shared_memory_per_block
 from kvlab.ops.packed_gpu import MAX_RUNGS, allocate_and_attend
-from kvlab.pages import QUAD, profile_names, width_number
+from kvlab.pages import QUAD, PageLayout, profile_names, width_number
 
 if TYPE_CHECKING:
-    from kvlab.ops.packed import Layout, Pages, Window
+    from kvlab.ops.packed import Pages, Window
 
 __all__ = [
     "SAVED_ROW_BYTES", "AttendCall", "Workspace", "attend", "check_capability", "make_workspace",
@@ -145,7 +145,7 @@ class _Plan:
     shared_bytes: int
 
 
-def item_bytes(layout: Layout) -> int:
+def item_bytes(layout: PageLayout) -> int:
     """Return the most shared memory that an item of the ring takes: a quad, K or V, or half of K or V."""
     if sum(layout.blocks) + len(layout.blocks) * layout.bits_v <= 32:
         return QUAD * (layout.positions + _SHIFT)
@@ -155,7 +155,7 @@ def item_bytes(layout: Layout) -> int:
 
 @lru_cache(maxsize=256)
 def _plan(
-    layouts: tuple[Layout, ...],
+    layouts: tuple[PageLayout, ...],
     dtype: str,
     rows: int,
     softcap: bool,

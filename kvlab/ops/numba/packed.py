@@ -23,7 +23,8 @@ from kvlab.ops.packed_gpu import MAX_RUNGS, allocate_and_attend
 from kvlab.pages import profile_names
 
 if TYPE_CHECKING:
-    from kvlab.ops.packed import Layout, Pages, Window
+    from kvlab.ops.packed import Pages, Window
+    from kvlab.pages import PageLayout
 
 __all__ = ["Workspace", "attend", "launch", "make_workspace", "options_of", "table_arguments"]
 
@@ -63,7 +64,7 @@ def _row_blocks(query_rows: int, head_dim: int) -> int:
     return -(-query_rows // rows_at_once(query_rows, head_dim))
 
 
-def options_of(layouts: tuple[Layout, ...], dtype: str, query_rows: int) -> dict[str, Any]:
+def options_of(layouts: tuple[PageLayout, ...], dtype: str, query_rows: int) -> dict[str, Any]:
     """Return the options of `attend_pages`: what a cache never changes, and how many rows go together."""
     widths_k, widths_v = (
         sum({1 if bits == 2 else 2 if bits == 3 else bits for bits in sides})
@@ -93,7 +94,7 @@ def blocks_at_once(options: dict[str, Any], capability: tuple[int, int], *, plai
 
 @lru_cache(maxsize=256)
 def _kernels(
-    layouts: tuple[Layout, ...],
+    layouts: tuple[PageLayout, ...],
     dtype: str,
     query_rows: int,
     softcap: bool,
@@ -118,12 +119,14 @@ def num_splits_of(sequences: int, quads: int, slots: int) -> int:
     return max(1, min(slots // max(sequences, 1), -(-quads // _WARPS)))
 
 
-def table_arguments(layouts: tuple[Layout, ...], pools: list[int]) -> tuple[list[Any], np.int64, np.int64]:
+def table_arguments(
+    layouts: tuple[PageLayout, ...], pools: list[int]
+) -> tuple[list[Any], np.int64, np.int64]:
     """Describe the rungs to the kernel.
 
     Parameters
     ----------
-    layouts : tuple of Layout
+    layouts : tuple of PageLayout
     pools : list of int
         Addresses of the pools in bytes; a multiple of 4 apart.
 
@@ -141,7 +144,7 @@ def table_arguments(layouts: tuple[Layout, ...], pools: list[int]) -> tuple[list
             f"pages have {len(in_blocks)} profiles of K; backend 'numba' supports 15: use a shorter ladder"
         )
     numbers = {profile: number for number, profile in enumerate(in_blocks, 1)}
-    widths_k = [numbers.get(layout.bits_k) or layout.bits_k % 16 for layout in layouts]
+    widths_k = [numbers.get(layout.bits_k) or layout.blocks[0] % 16 for layout in layouts]
     bits_k = sum(width << 4 * r for r, width in enumerate(widths_k))
     bits_v = sum((layout.bits_v % 16) << 4 * r for r, layout in enumerate(layouts))
     signed = np.array([bits_k, bits_v], np.uint64).view(np.int64)
