@@ -13,6 +13,7 @@ import numpy as np
 
 from kvlab.arguments import LONGEST, number, whole_number
 from kvlab.arrays import Array, ArrayT, CudaView
+from kvlab.cache import prefill
 from kvlab.cache.contents import contents_of, fill
 from kvlab.cache.cpu import CPU
 from kvlab.cache.cuda import GPU
@@ -143,8 +144,6 @@ class Runner(CacheOptions):
                     raise
         else:
             with translated_out_of_memory(f"a step of {num_new} tokens"):
-                from kvlab.cache import prefill
-
                 out = prefill.step(device, layer, [q, k, v], views, valid, scale, softcap)
         return executor.given(out, asked)
 
@@ -178,8 +177,6 @@ class Runner(CacheOptions):
             device.append(layer, k, views, mask)
         elif num_new:
             with translated_out_of_memory(f"{num_new} new tokens"):
-                from kvlab.cache import prefill
-
                 prefill.append(device, layer, [k, v], views, valid)
 
     def attend(self, layer: int, q: ArrayT, *, scale: float | None = None, softcap: float = 0.0) -> ArrayT:
