@@ -209,12 +209,12 @@ class CacheOptions:
         rotary: Any = self.rotary or ()
         return tuple(rotary) if rotary and isinstance(rotary[0], tuple) else (rotary,) * self.num_layers
 
-    def settings(self, rewind: int) -> Settings:
-        """The options that plans and steps need, with another `rewind`."""
+    def settings(self) -> Settings:
+        """The options that plans and steps need."""
         found: dict[str, Any] = {x.name: getattr(self, x.name, None) for x in fields(Settings)}
         if callable(self.importance):
             found |= {"function": self.importance, "importance": "attention"}
-        return Settings(**found | {"rewind": rewind})
+        return Settings(**found)
 
     def saved(self) -> dict[str, Any]:
         """All options that go with the cache to another machine, as JSON has them."""
