@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvlab.arrays import (
     CudaView,
@@ -99,19 +100,20 @@ class GpuKernels:
         """Let rows become others; takes its memory before anything changes."""
         store, layers, like = self.store, len(self.store.stores), self.store.like
         pages = store.num_bh * store.entries
-        lists = np.concatenate([move.rows, move.origins, move.kept])
+        pairs = _pairs(move)
+        lists = np.concatenate([move.rows, move.origins, move.kept, pairs])
         numbers = to_device(lists, like)
         memory = empty((layers * (20 * pages + 4),), "uint8", like)
         rows, copies = pointer_of(numbers), pointer_of(memory)
-        begins = np.cumsum([0, len(move.rows), len(move.origins)]) * 4 + rows
+        begins = np.cumsum([0, len(move.rows), len(move.origins), len(move.kept)]) * 4 + rows
         places = copies + 16 * pages * layers
         there, here = move.source.states_pointer, store.states_pointer
         addresses = [
-            there, here, here if move.in_place else there, *begins.tolist(),
-            places, copies, places + 4 * pages * layers,
+            there, here, here if move.in_place else there, *begins[:3].tolist(),
+            places, copies, places + 4 * pages * layers, int(begins[3]),
         ]  # fmt: skip
         kernels.take_rows(
-            *self._of_store, addresses, pages, layers, stream,
+            *self._of_store, addresses, pages, len(pairs), layers, stream,
             in_place=move.in_place, in_blocks=any(one.in_blocks for one in store.stores),
         )  # fmt: skip
 
@@ -151,6 +153,17 @@ class GpuKernels:
 
     score_new = staticmethod(scores.score_new)
     score_norms = staticmethod(scores.score_norms)
+
+
+def _pairs(move: RowMove) -> NDArray[np.int32]:
+    """`Rows.pairs` of pages/rows.cu: each row once, two neighbours that get the same pages together."""
+    same = (np.diff(move.rows) == 0) & (np.diff(move.origins) == 0)
+    pairs, row = [], 0
+    while row < len(move.rows):
+        two = row < len(same) and bool(same[row])
+        pairs.append(2 * row + two)
+        row += 1 + two
+    return np.array(pairs, np.int32)
 
 
 class GpuExecutor:

@@ -10,7 +10,7 @@
 //               Shared: 5 KB.
 // move_kept     grid (blocks, layers): a warp copies a page.
 // gather_pages  grid (blocks, layers): a warp copies 16 pages, and those of tokens that wait, which have
-//               fixed free_numbers, from `from`. Warps of rows that get the same pages are neighbours.
+//               fixed places, from `from`. Two rows that get the same pages have them read once.
 // clear_free    grid (blocks, layers): a block writes zeros over a slab without pages, or over the rest of
 // one.
 #include "common/pairs.cuh"
@@ -28,7 +28,8 @@ struct Rows {
     u32* free_numbers;   // [layers][capacity]: numbers that are free, rung by rung
     PageCopy* copies;    // [layers][capacity]: kept pages that move
     int* num_copies;     // [layers]
-    int capacity, head_dim;
+    const int* pairs;    // [num_pairs]: 2 * row + 1 if the next row gets the same pages, or else 2 * row
+    int capacity, head_dim, num_pairs;
 };
 
 // The exclusive number of threads before this one for which `mine` holds, and of all; all threads.
@@ -226,35 +227,57 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS, 1) take_rows(const _
     }
 }
 
+// Copies a page to one place and, if there is a second, to that, too; one warp.
+__device__ __forceinline__ void copy_to_both(u8* to, u8* second, const u8* from, u32 units) {
+    constexpr int AT_ONCE = 7;  // as many as 64 registers hold
+    for (u32 first = threadIdx.x % 32; first < units; first += 32 * AT_ONCE) {
+        uint4 x[AT_ONCE];
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j)
+            if (first + 32 * j < units) x[j] = __ldcs((const uint4*)from + first + 32 * j);
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j)
+            if (first + 32 * j < units) __stcs((uint4*)to + first + 32 * j, x[j]);
+        if (!second) continue;
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j)
+            if (first + 32 * j < units) __stcs((uint4*)second + first + 32 * j, x[j]);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) move_kept(const __grid_constant__ Rows call) {
     copy_listed<THREADS>(call.to[blockIdx.y].arena, call.copies + (u64)blockIdx.y * call.capacity,
                          call.num_copies[blockIdx.y]);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) gather_pages(const __grid_constant__ Rows call) {
+extern "C" __global__ void __launch_bounds__(THREADS, 4) gather_pages(const __grid_constant__ Rows call) {
     const LayerState &f = call.from[blockIdx.y], &s = call.to[blockIdx.y], &o = call.sources[blockIdx.y];
     const int warps = gridDim.x * (THREADS / 32), lane = threadIdx.x % 32;
-    const u32 rows = s.batch, of_head = (s.entries + RUN - 1) / RUN * rows, all = s.heads * of_head;
+    const u32 pairs = call.num_pairs, of_head = (s.entries + RUN - 1) / RUN * pairs, all = s.heads * of_head;
 #pragma unroll 1
     for (u32 n = blockIdx.x * (THREADS / 32) + threadIdx.x / 32; n < all; n += warps) {
         // Rows go fastest: those that get the same pages read them at about the same time, from L2 but once.
-        const int head = n / of_head, entry = (n - head * of_head) / rows * RUN + lane, row = n % rows;
+        const int head = n / of_head, entry = (n - head * of_head) / pairs * RUN + lane;
+        const int pair = call.pairs[n % pairs], row = pair >> 1;
         const int bh = row * s.heads + head, origin = s.waits[row] ? call.rows[row] : call.origins[row];
         const u64 i = (u64)bh * s.entries + entry;
         const bool waits = s.waits[row], is_page = lane < RUN && origin >= 0 && entry < s.num_pages[bh];
-        u32 units = 0, from = 0, to = 0;
+        u32 units = 0, from = 0, to = 0, second = NO_PAGE;
         if (is_page && (waits ? s.index[i] != NO_PAGE : s.count[i] > 0)) {
             const int source = origin * s.heads + head;
             units = s.rungs[s.rung[i]].record;
             from =
                 waits ? (source * WAITING_PAGES + entry) * units : o.index[(u64)source * o.entries + entry];
             to = s.index[i];
+            if (pair & 1) second = s.index[i + (u64)s.heads * s.entries];
         }
         const u8* const sources = waits ? f.waiting : o.arena;
         for (int page = 0; page < RUN; ++page) {
             const u32 record = __shfl_sync(ALL_LANES, units, page);
             const u64 here = __shfl_sync(ALL_LANES, to, page), there = __shfl_sync(ALL_LANES, from, page);
-            copy_page(s.arena + here * UNIT, sources + there * UNIT, record);
+            const u32 again = __shfl_sync(ALL_LANES, second, page);
+            u8* const twice = again == NO_PAGE ? nullptr : s.arena + (u64)again * UNIT;
+            copy_to_both(s.arena + here * UNIT, twice, sources + there * UNIT, record);
         }
     }
 }
