@@ -171,11 +171,11 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS, 1) take_rows(const _
     if (lane < s.num_rungs) atomicAdd(&want[lane], counts[warp][lane]);
     __syncthreads();  // all pages are counted
 
-    int moved = 0, first_place = 0;
+    int moved = 0, first_free = 0;
     for (int r = 0; r < s.num_rungs; ++r) {
-        const int own = close_rung(call, f, s, r, want[r], free_numbers + first_place, copies + moved);
-        if (threadIdx.x == 0) next[r] = first_place + own;
-        first_place += want[r];
+        const int own = close_rung(call, f, s, r, want[r], free_numbers + first_free, copies + moved);
+        if (threadIdx.x == 0) next[r] = first_free + own;
+        first_free += want[r];
         moved += own;
     }
     if (threadIdx.x == 0) call.num_copies[blockIdx.y] = moved;
@@ -186,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS, 1) take_rows(const _
         const int n = first + warp, bh = n / parts, part = n % parts, row = bh / s.heads;
         const bool there = bh < all_bh, waits = there && f.waits[call.rows[row]];
         const bool copied = there && !waits && call.origins[row] >= 0;
-        __syncthreads();  // places of the tables before are taken, slabs known, and counters free
+        __syncthreads();  // numbers of the tables before are taken, slabs known, and counters free
         if (lane <= CACHE_RUNGS) counts[warp][lane] = 0;
         __syncwarp();  // the counters are zero
         if (copied) visit_table(f, source_of(bh), part, parts, counts[warp], nothing);
@@ -200,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS, 1) take_rows(const _
             }
             next[threadIdx.x] = place;
         }
-        __syncthreads();  // every warp has its places
+        __syncthreads();  // every warp has its numbers
         if (!there) continue;
         const int source = source_of(bh);
         const u64 from = (u64)source * f.entries, to = (u64)bh * s.entries;
