@@ -101,16 +101,16 @@ class GpuKernels:
         store, layers, like = self.store, len(self.store.stores), self.store.like
         pages = store.num_bh * store.entries
         pairs = _pairs(move)
-        lists = np.concatenate([move.rows, move.origins, move.kept, pairs])
-        numbers = to_device(lists, like)
+        numbers = to_device(np.concatenate([move.rows, move.origins, move.kept, pairs]), like)
         memory = empty((layers * (20 * pages + 4),), "uint8", like)
         rows, copies = pointer_of(numbers), pointer_of(memory)
-        begins = np.cumsum([0, len(move.rows), len(move.origins), len(move.kept)]) * 4 + rows
-        places = copies + 16 * pages * layers
+        origins = rows + 4 * len(move.rows)
+        kept = origins + 4 * len(move.origins)
+        free_numbers = copies + 16 * pages * layers
         there, here = move.source.states_pointer, store.states_pointer
         addresses = [
-            there, here, here if move.in_place else there, *begins[:3].tolist(),
-            places, copies, places + 4 * pages * layers, int(begins[3]),
+            there, here, here if move.in_place else there, rows, origins, kept, free_numbers, copies,
+            free_numbers + 4 * pages * layers, kept + 4 * len(move.kept),
         ]  # fmt: skip
         kernels.take_rows(
             *self._of_store, addresses, pages, len(pairs), layers, stream,
@@ -157,10 +157,9 @@ class GpuKernels:
 
 def _pairs(move: RowMove) -> NDArray[np.int32]:
     """`Rows.pairs` of pages/rows.cu: each row once, two neighbours that get the same pages together."""
-    same = (np.diff(move.rows) == 0) & (np.diff(move.origins) == 0)
-    pairs, row = [], 0
-    while row < len(move.rows):
-        two = row < len(same) and bool(same[row])
+    wanted, pairs, row = [*zip(move.rows.tolist(), move.origins.tolist(), strict=True)], [], 0
+    while row < len(wanted):
+        two = wanted[row : row + 1] == wanted[row + 1 : row + 2]
         pairs.append(2 * row + two)
         row += 1 + two
     return np.array(pairs, np.int32)

@@ -453,7 +453,11 @@ class Limit:
 
     def fits(self, seqlen: int, batch: int) -> bool:
         """Whether rows of a length fit for certain."""
-        return not self._short(seqlen, batch)
+        budgets = self.row_budgets(seqlen, batch) or ()
+        return all(  # layers are often alike
+            _smallest_nbytes(layer, seqlen, self.rewind) <= given
+            for layer, given in set(zip(self._layers, budgets, strict=False))
+        )
 
     def _short(self, seqlen: int, batch: int) -> list[tuple[int, int]]:
         """Layers that so many tokens do not fit, and the bytes that they have for a row."""

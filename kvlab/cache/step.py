@@ -105,7 +105,9 @@ class DeviceCache:
         row_budgets = row_budgets_of(0)
         if row_budgets is None:
             return [layer.takes_mean for layer in self.layers]
-        return [waits_within(layer, most) for layer, most in zip(self.layers, row_budgets, strict=True)]
+        kinds = [*zip(self.layers, row_budgets, strict=True)]
+        found = {kind: waits_within(*kind) for kind in set(kinds)}  # layers are often alike
+        return [found[kind] for kind in kinds]
 
     def _use(self, reallocator: Reallocator) -> None:
         """Work on the pages of a reallocator from now on."""
