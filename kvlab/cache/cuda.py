@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvlab.arrays import (
     CudaView,
@@ -99,19 +100,20 @@ class GpuKernels:
         """Let rows become others; takes its memory before anything changes."""
         store, layers, like = self.store, len(self.store.stores), self.store.like
         pages = store.num_bh * store.entries
-        lists = np.concatenate([move.rows, move.origins, move.kept])
-        numbers = to_device(lists, like)
+        pairs = _pairs(move)
+        numbers = to_device(np.concatenate([move.rows, move.origins, move.kept, pairs]), like)
         memory = empty((layers * (20 * pages + 4),), "uint8", like)
         rows, copies = pointer_of(numbers), pointer_of(memory)
-        begins = np.cumsum([0, len(move.rows), len(move.origins)]) * 4 + rows
-        places = copies + 16 * pages * layers
+        origins = rows + 4 * len(move.rows)
+        kept = origins + 4 * len(move.origins)
+        free_numbers = copies + 16 * pages * layers
         there, here = move.source.states_pointer, store.states_pointer
         addresses = [
-            there, here, here if move.in_place else there, *begins.tolist(),
-            places, copies, places + 4 * pages * layers,
+            there, here, here if move.in_place else there, rows, origins, kept, free_numbers, copies,
+            free_numbers + 4 * pages * layers, kept + 4 * len(move.kept),
         ]  # fmt: skip
         kernels.take_rows(
-            *self._of_store, addresses, pages, layers, stream,
+            *self._of_store, addresses, pages, len(pairs), layers, stream,
             in_place=move.in_place, in_blocks=any(one.in_blocks for one in store.stores),
         )  # fmt: skip
 
@@ -151,6 +153,16 @@ class GpuKernels:
 
     score_new = staticmethod(scores.score_new)
     score_norms = staticmethod(scores.score_norms)
+
+
+def _pairs(move: RowMove) -> NDArray[np.int32]:
+    """`Rows.pairs` of pages/rows.cu: each row once, two neighbours that get the same pages together."""
+    wanted, pairs, row = [*zip(move.rows.tolist(), move.origins.tolist(), strict=True)], [], 0
+    while row < len(wanted):
+        two = wanted[row : row + 1] == wanted[row + 1 : row + 2]
+        pairs.append(2 * row + two)
+        row += 1 + two
+    return np.array(pairs, np.int32)
 
 
 class GpuExecutor:

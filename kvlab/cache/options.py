@@ -408,7 +408,9 @@ class Limit:
 
     def check(self, seqlen: int, batch: int) -> None:
         """Refuse rows of a length that do not fit for certain, with BudgetError."""
-        if self._short(seqlen, batch):
+        budgets = self.row_budgets(seqlen, batch) or ()
+        kinds = set(zip(self._layers, budgets, strict=False))  # layers are often alike
+        if any(_smallest_nbytes(layer, seqlen, self.rewind) > given for layer, given in kinds):
             raise self._refusal(seqlen, batch)
 
     def _short(self, seqlen: int, batch: int) -> list[tuple[int, int]]:

@@ -104,7 +104,9 @@ class DeviceCache:
         row_budgets = row_budgets_of(0)
         if row_budgets is None:
             return [layer.takes_mean for layer in self.layers]
-        return [layer.waits_within(most) for layer, most in zip(self.layers, row_budgets, strict=True)]
+        kinds = [*zip(self.layers, row_budgets, strict=True)]
+        found = {(layer, most): layer.waits_within(most) for layer, most in set(kinds)}  # often alike
+        return [found[kind] for kind in kinds]
 
     def _use(self, reallocator: Reallocator) -> None:
         """Work on the pages of a reallocator from now on."""

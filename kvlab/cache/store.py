@@ -14,79 +14,29 @@ rows that nobody wants. A store with other sizes gets copies of all. The host se
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import numpy_dtype, viewed
-from kvlab.cache.layers import Layer, LayerFormat
+from kvlab.arrays import viewed
+from kvlab.cache.layers import Layer
 from kvlab.ops.frame import FRAME, LAST
-from kvlab.ops.layer_state import OPEN_PAGES, POINTERS, RUNGS, STATE, UNIT, WAITING_ENTRIES, WAITING_PAGES
+from kvlab.ops.layer_state import POINTERS, UNIT
 from kvlab.ops.packed import Window
-from kvlab.ops.plan import spare_nbytes
-from kvlab.pages import (
-    NO_PAGE,
-    QUAD,
-    TOKENS_PER_PAGE,
-    DevicePages,
-    LayerPages,
-    PageLayout,
-    new_pool,
-    width_number,
-)
+from kvlab.ops.store_layout import LayerKind, StoreSizes, pointers_of, store_layout, tables_in
+from kvlab.pages import NO_PAGE, TOKENS_PER_PAGE, DevicePages, LayerPages, PageLayout, new_pool
 
 __all__ = [
     "DeviceStore",
     "RowMove",
     "move_rows",
     "reorder_rows",
-    "slab_nbytes",
 ]
-
-_WASTE = 0.03
-_ALIGNMENT = 256
-"""Bytes that tables begin at a multiple of in their memory."""
-
-
-@lru_cache(maxsize=256)
-def slab_nbytes(records: tuple[int, ...], pages: int) -> int:
-    """Return the bytes of a slab: the least that waste little at every rung.
-
-    Parameters
-    ----------
-    records : tuple of int
-        Bytes of a page of each rung, multiples of 16.
-    pages : int
-        Number of pages of the widest rung that the arena is for; a slab holds a 256th of them or more.
-
-    Examples
-    --------
-    >>> slab_nbytes((592, 1104, 2128), 2048)
-    17024
-    """
-    widest = max(records)
-    for size in range(widest * max(1, pages // 256), 65 * widest * max(1, pages // 256), UNIT):
-        if all(size % record <= _WASTE * size for record in records):
-            return size
-    return widest * max(1, pages // 256)
-
-
-@lru_cache(maxsize=64)  # layers are often alike
-def _slabs_of(store: LayerFormat, batch: int, pages: int, most: int | None) -> tuple[int, int]:
-    """Bytes of a slab of a layer, and how many hold so many pages, or `most` bytes, and spare ones."""
-    records = [layout.nbytes for layout in store.layouts]
-    held = pages * max(records) if most is None else min(most, pages * max(records))
-    slab = slab_nbytes(tuple(records), held // max(records))
-    # Every rung may leave one slab in part empty, and a slab wastes a little.
-    filled = slab - max(slab % record for record in records)
-    spare = spare_nbytes(batch, store.num_heads_kv, store.levels, slab)
-    return slab, -(-(held + spare) // filled) + len(records) + 1
 
 
 def _highest_nbytes(layer: Layer, capacity: int, rewind: int) -> int:
@@ -100,25 +50,12 @@ def _highest_nbytes(layer: Layer, capacity: int, rewind: int) -> int:
     return store.num_heads_kv * (packed + window * exact) + store.fixed_nbytes
 
 
-def _pointers(states: Any) -> NDArray[np.uint64]:
-    """The addresses in `LayerState` structs, (layers, POINTERS)."""
-    first = STATE.fields[POINTERS[0]][1]  # type: ignore[index]
-    lines = states.view(np.uint8).reshape(len(states), STATE.itemsize)
-    found: NDArray[np.uint64] = lines[:, first : first + 8 * len(POINTERS)].view(np.uint64)
-    return found
-
-
-class _Place(NamedTuple):
-    """Where a table of all layers lies in the memory of tables."""
-
-    begin: int
-    nbytes: int
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def end(self) -> int:
-        return self.begin + self.nbytes
+def _kind_of(layer: Layer, holds_waiting: bool, row_budget: int | None) -> LayerKind:
+    of = layer.stored
+    return LayerKind(
+        of.layouts, of.levels, of.evicts, of.in_blocks, layer.takes_mean, layer.sliding_window,
+        holds_waiting, row_budget,
+    )  # fmt: skip
 
 
 class DeviceStore:
@@ -149,8 +86,6 @@ class DeviceStore:
         By layer, all in `memory_of_arenas`.
     tables : dict of str to array
         (layers, ...) arrays by the names of `LayerState`.
-    mean_factors : (layers, head_dim) float32 array
-        On the device: what means of keys that rows take are multiplied by.
     states_pointer : int
         Address of the array of `LayerState` on the device.
     """
@@ -167,59 +102,29 @@ class DeviceStore:
         rewind: int = 0,
     ) -> None:
         self.layers, self.stores, self.executor = layers, [layer.stored for layer in layers], executor
-        stores, first, self.holds_waiting, self.rewind = self.stores, self.stores[0], holds_waiting, rewind
-        factors = np.ones((len(layers), first.head_dim), np.float32)
-        for number, layer in enumerate(layers):
-            if layer.mean_factor is not None:
-                factors[number] = layer.mean_factor
-        self.mean_factors = executor.to_device(factors, like)
+        first, self.holds_waiting, self.rewind = self.stores[0], holds_waiting, rewind
         self.widest, self.capacity = first.exact_layout, capacity
         self.batch, self.heads, self.head_dim = batch, first.num_heads_kv, first.head_dim
-        self.num_bh, self.num_rungs = self.batch * self.heads, max(len(store.ladder) for store in stores)
-        segments = -(-capacity // (1 << 16))
-        others = OPEN_PAGES + 2 + self.num_rungs * (segments + QUAD - 1)  # open, left over, and fillers
-        pages = -(-capacity // TOKENS_PER_PAGE) + others
-        self.entries = max(-(-pages // QUAD) * QUAD, WAITING_ENTRIES)
+        self.num_bh = self.batch * self.heads
+        budgets = [None] * len(layers) if row_budgets is None else row_budgets
         if row_budgets is None and layers[0].residual:  # whose pages of width 16 are for few tokens
-            row_budgets = [_highest_nbytes(layer, capacity, rewind) for layer in layers]
-        self.slab, self.num_slabs = [], []
-        for number, store in enumerate(stores):
-            reach, entries = self.reach(number), self.entries
-            if reach:
-                entries = min(-(-reach // TOKENS_PER_PAGE) + others, entries)
-            most = None if row_budgets is None else batch * row_budgets[number]
-            slab, num_slabs = _slabs_of(store, batch, self.num_bh * entries, most)
-            self.slab.append(slab)
-            self.num_slabs.append(num_slabs)
-        self.max_slabs = max(self.num_slabs)
-        self.max_pages = self.max_slabs * max(
-            slab // min(layout.nbytes for layout in store.layouts)
-            for slab, store in set(zip(self.slab, stores, strict=True))
+            budgets = [_highest_nbytes(layer, capacity, rewind) for layer in layers]
+        keys = [*zip(layers, holds_waiting, budgets, strict=True)]
+        numbers = {key: i for i, key in enumerate(dict.fromkeys(keys))}  # layers are often alike
+        sizes = StoreSizes(
+            batch, self.heads, self.head_dim, capacity, rewind, self.widest,
+            any(layer.frame for layer in layers),
+        )  # fmt: skip
+        self._layout = layout = store_layout(
+            tuple(_kind_of(*key) for key in numbers), tuple([numbers[key] for key in keys]), sizes
         )
-        waiting = self.num_bh * WAITING_PAGES * self.widest.nbytes
-        arenas = [
-            slab * n + waits * waiting
-            for slab, n, waits in zip(self.slab, self.num_slabs, self.holds_waiting, strict=True)
-        ]
-        if max(arenas) > NO_PAGE * UNIT:
-            raise NotImplementedError(
-                f"a layer would take {max(arenas)} bytes of pages and page tables name {NO_PAGE * UNIT}: "
-                "give a smaller budget, fewer rows or a shorter max_seqlen"
-            )
+        self.num_rungs, self.entries, self.max_pages = layout.num_rungs, layout.entries, layout.max_pages
+        self.slab, self.num_slabs, self.max_slabs = layout.slab, layout.num_slabs, layout.max_slabs
         # One block: it is taken at once, and a copy begins while the host lays down the rest.
-        self._begins = np.cumsum([0, *(-(-nbytes // _ALIGNMENT) * _ALIGNMENT for nbytes in arenas)])
-        self._arena_nbytes, self.like = arenas, like
-        self.memory_of_arenas = executor.arena(int(self._begins[-1]), like)
-        self._places, begin = {}, 0
-        for name, (shape, dtype) in self._shapes().items():
-            nbytes = len(stores) * math.prod(shape) * numpy_dtype(dtype).itemsize
-            self._places[name] = _Place(begin, nbytes, (len(stores), *shape), dtype)
-            begin += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        self._columns = [POINTERS.index(name) for name in self._places]
-        self._memory_of_tables = executor.empty((begin,), "uint8", like)
+        self.like, self.memory_of_arenas = like, executor.arena(int(layout.begins[-1]), like)
+        self._memory_of_tables = executor.empty((layout.tables_nbytes,), "uint8", like)
         self._waiting_apart: dict[int, Any] = {}
-        self._first_tables, self._relative = self._empty_tables(), self._relative_states()
-        self._tell()
+        self._lay_down_states()
         self._clear_tables()
 
     def copy(self) -> DeviceStore:
@@ -232,20 +137,23 @@ class DeviceStore:
         Those are tables in `MOVED` and, in layers of which `waits` says that rows may wait, tokens that do.
         """
         pages = {layer: self.executor.copied(self.waiting[layer]) for layer, may in enumerate(waits) if may}
-        return self._with(self.memory_of_arenas, self._memory_of_tables[: self._places["used"].begin], pages)
+        return self._with(
+            self.memory_of_arenas, self._memory_of_tables[: self._layout.places["used"].begin], pages
+        )
 
     def _with(self, arenas: Any, tables: Any, waiting: dict[int, Any] | None = None) -> DeviceStore:
         other = copy(self)
-        for name in ("tables", "arenas", "waiting"):
+        for name in ("tables", "arenas", "waiting", "mean_factors"):
             vars(other).pop(name, None)
         other.memory_of_arenas, other._memory_of_tables = arenas, self.executor.copied(tables)
         other._waiting_apart = waiting or {}
-        other._tell()
+        other._lay_down_states()
+        self.executor.overwrite(other.states, other.host_states.view(np.uint8))
         return other
 
     def arenas_in(self, memory: Any) -> list[Any]:
         """The arena of each layer in a block for all."""
-        begins = zip(self._begins.tolist(), self._arena_nbytes, strict=False)
+        begins = zip(self._layout.begins.tolist(), self._layout.arena_nbytes, strict=False)
         return [memory[begin : begin + nbytes] for begin, nbytes in begins]
 
     @cached_property
@@ -256,75 +164,45 @@ class DeviceStore:
     @cached_property
     def tables(self) -> dict[str, Any]:
         """(layers, ...) arrays by the names of `LayerState`."""
-        return self._tables_in(self._memory_of_tables)
+        tables = tables_in(self._memory_of_tables, self._layout.places)
+        return {name: table for name, table in tables.items() if name in POINTERS}
 
-    def _tables_in(self, memory: Any) -> dict[str, Any]:
-        places = {name: place for name, place in self._places.items() if place.end <= len(memory)}
-        return {name: viewed(memory[x.begin : x.end], x.dtype, x.shape) for name, x in places.items()}
+    @property
+    def states(self) -> Any:
+        """The `LayerState` of all layers on the device, as bytes."""
+        return self._memory_of_tables[: self._layout.states.nbytes]
 
-    def _tell(self) -> None:
-        """Tell kernels where tables and arenas lie."""
-        states, pointer = self._relative.view(np.uint8).copy().view(STATE), self.executor.pointer
-        base = np.uint64(pointer(self._memory_of_tables))
-        _pointers(states)[:, self._columns] += base
-        base = np.uint64(pointer(self.memory_of_arenas))
-        states["arena"] += base
-        states["waiting"] += base * np.array(self.holds_waiting, np.uint64)
+    @cached_property
+    def mean_factors(self) -> Any:
+        """What means of keys that rows take are multiplied by: (layers, head_dim) float32, on the device."""
+        x = self._layout.places["mean_factors"]
+        return viewed(self._memory_of_tables[x.begin : x.end], x.dtype, x.shape)
+
+    def _lay_down_states(self) -> None:
+        """Say where tables and arenas lie."""
+        states, pointer = self._layout.states.copy(), self.executor.pointer
+        self.states_pointer = int(pointer(self._memory_of_tables))  # they stand first
+        arenas, holds = np.uint64(pointer(self.memory_of_arenas)), np.array(self.holds_waiting, np.uint64)
+        pointers = pointers_of(states)
+        waiting = pointers[:, POINTERS.index("waiting")] + arenas * holds
+        arena = pointers[:, POINTERS.index("arena")] + arenas
+        pointers += np.uint64(self.states_pointer)
+        states["arena"], states["waiting"] = arena, waiting
         for layer, pages in self._waiting_apart.items():
             states["waiting"][layer] = pointer(pages)
         self.host_states = states
-        self.states = self.executor.to_device(states.view(np.uint8), self.like)
-        self.states_pointer = int(pointer(self.states))
 
-    def _shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shape of a layer and dtype of each table: first those that are not all 0 in an empty store."""
-        table = (self.batch, self.heads, self.entries)
-        bh, slabs = table[:2], (self.max_slabs,)
-        in_blocks = any(store.in_blocks for store in self.stores)
-        frame = {
-            "k_mean": ((*bh, self.head_dim), "float16"),
-            "k_shift": ((*bh, self.head_dim), "uint8"),
-            "exponent": ((*bh, 2 * in_blocks), "int8"),
-            "k_order": ((*bh, self.head_dim * in_blocks), "uint8"),
-            "k_gain": ((*bh, 4 * in_blocks), "float32"),
-        }
-        not_zero = FRAME if any(layer.frame for layer in self.layers) else ("k_order", "k_gain")
-        return {
-            "waits": ((self.batch,), "int32"),
-            "num_free": ((1,), "int32"),
-            "free_slabs": (slabs, "int32"),
-            "open": ((*bh, OPEN_PAGES), "int32"),
-            **{name: frame[name] for name in not_zero},
-            "rung": (table, "uint8"),
-            "count": (table, "uint8"),
-            "index": (table, "int32"),
-            "base": (table, "int16"),
-            "num_pages": (bh, "int32"),
-            **{name: frame[name] for name in FRAME if name not in not_zero},
-            "asked": ((*bh, self.head_dim), "float32"),
-            "seqlen": (bh, "int32"),
-            "used": ((RUNGS,), "int32"),
-            "slab_count": ((RUNGS,), "int32"),
-            "slabs": ((self.num_rungs, *slabs), "int32"),
-            "entry_of": ((self.num_rungs, self.max_pages), "int32"),
-            "slab_slot": (slabs, "int32"),
-            "budget": ((self.batch,), "int64"),
-            "status": ((1,), "int32"),
-        }
-
-    def _empty_tables(self) -> NDArray[np.uint8]:
-        """What the first tables of an empty store hold, on the host."""
-        memory = np.zeros(self._places["rung"].begin, np.uint8)
-        tables = self._tables_in(memory)
-        tables["waits"][...] = np.array([layer.takes_mean for layer in self.layers])[:, None]
-        tables["num_free"][...] = np.array(self.num_slabs)[:, None]
-        tables["free_slabs"][...] = self.all_slabs()
-        tables["open"][...] = -1
-        tables["k_order"][...] = np.arange(tables["k_order"].shape[-1])
-        tables["k_gain"][...] = 1
+    @property
+    def _first_tables(self) -> NDArray[np.uint8]:
+        """What the first tables of an empty store hold."""
+        memory = self._layout.first_tables.copy()
+        memory[: self.host_states.nbytes] = self.host_states.view(np.uint8)
+        tables: dict[str, Any] = {}
         for number, layer in enumerate(self.layers):
-            for name, of_heads in (layer.frame or {}).items():
-                tables[name][number] = of_heads
+            given = {} if layer.mean_factor is None else {"mean_factors": layer.mean_factor}
+            for name, of_layer in {**given, **(layer.frame or {})}.items():
+                tables = tables or tables_in(memory, self._layout.places)
+                tables[name][number] = of_layer
         return memory
 
     def clear(self) -> None:
@@ -337,43 +215,13 @@ class DeviceStore:
         self.executor.fill_zero(self.memory_of_arenas)
 
     def _clear_tables(self) -> None:
-        self._memory_of_tables[...] = 0
-        self.executor.overwrite(self._memory_of_tables[: len(self._first_tables)], self._first_tables)
+        self._memory_of_tables[: self._layout.places["entry_of"].begin] = 0
+        first = self._first_tables
+        self.executor.overwrite(self._memory_of_tables[: len(first)], first)
 
     def all_slabs(self) -> NDArray[np.int32]:
         """What `free_slabs` of each layer holds while no slab is taken."""
-        found: NDArray[np.int32] = np.array(self.num_slabs, np.int32)[:, None] - 1
-        return np.maximum(found - np.arange(self.max_slabs, dtype=np.int32), 0)
-
-    def _relative_states(self) -> Any:
-        """The `LayerState` of every layer, with addresses that count from the memory they lie in."""
-        states, numbers = np.zeros(len(self.stores), STATE), np.arange(len(self.stores))
-        kinds = [*zip(self.stores, self.slab, strict=True)]
-        lines = states.view(np.uint8).reshape(len(numbers), STATE.itemsize)  # bytes are quicker than structs
-        for kind in set(kinds):
-            rungs = self._rungs(*kind).view(np.uint8)
-            lines[[other == kind for other in kinds], : len(rungs)] = rungs  # the first field
-        states["num_rungs"] = [len(store.ladder) for store in self.stores]
-        states["evicts"] = [store.evicts for store in self.stores]
-        states["slab_units"] = np.array(self.slab) // UNIT
-        states["sliding_window"] = [layer.sliding_window for layer in self.layers]
-        for name in ("batch", "heads", "entries", "max_slabs", "max_pages"):
-            states[name] = getattr(self, name)
-        begins, strides = np.array([(x.begin, x.nbytes // len(numbers)) for x in self._places.values()]).T
-        _pointers(states)[:, self._columns] = begins + strides * numbers[:, None]
-        states["arena"] = self._begins[:-1]
-        behind = self._begins[:-1] + np.array(self.slab) * np.array(self.num_slabs)
-        states["waiting"] = np.where(self.holds_waiting, behind, 0)
-        return states
-
-    def _rungs(self, store: LayerFormat, slab: int) -> Any:
-        """`LayerState.rungs` of a layer."""
-        found = np.zeros(RUNGS, STATE["rungs"].base)
-        layouts = (*store.layouts, self.widest)
-        found[: len(layouts)] = [
-            (x.nbytes // UNIT, slab // x.nbytes, width_number(x.bits_k), x.bits_v, x.positions)
-            for x in layouts
-        ]
+        found: NDArray[np.int32] = tables_in(self._layout.first_tables, self._layout.places)["free_slabs"]
         return found
 
     @cached_property
@@ -387,8 +235,7 @@ class DeviceStore:
     @property
     def reserved_nbytes(self) -> int:
         """Bytes of arenas, tables and states."""
-        held = self.memory_of_arenas, self._memory_of_tables, self.states, self.mean_factors
-        return sum(int(x.nbytes) for x in held)
+        return int(self.memory_of_arenas.nbytes + self._memory_of_tables.nbytes)
 
     def reach(self, layer: int) -> int:
         """How many tokens of a layer plans keep; 0: all."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from kvlab.cache.cpu import CPU
+from kvlab.cache.cuda import _pairs
 from kvlab.cache.layers import Layer, LayerFormat
-from kvlab.cache.store import DeviceStore
+from kvlab.cache.store import DeviceStore, RowMove
 from kvlab.ladder import parse_bits
 
 HOLDS = [True, False, True]
@@ -60,10 +63,18 @@ def test_an_empty_store(bits: str) -> None:
     assert (tables.pop("waits") == np.array(HOLDS)[:, None]).all()
     assert (tables.pop("open") == -1).all()
     free, numbers = tables.pop("free_slabs"), tables.pop("num_free")[:, 0].tolist()
-    assert numbers == store.num_slabs
+    assert tuple(numbers) == store.num_slabs
     for layer, n in enumerate(numbers):
         assert free[layer, :n].tolist() == [*range(n)][::-1]
     assert (tables.pop("k_order") == np.arange(64 * (bits == BLOCKS))).all()
     assert (tables.pop("k_gain") == 1).all()
+    del tables["entry_of"]  # of pages that are used: of none
     assert not any(table.any() for table in tables.values())
     assert not store.memory_of_arenas.any()
+
+
+def test_neighbours_that_get_the_same_pages_are_pairs() -> None:
+    rows, origins = np.array([2, 2, 2, 0, 1, 1], np.int32), np.array([-1, 0, 0, -1, -1, 4], np.int32)
+    move = RowMove(make(), rows, origins, np.zeros(3, np.int32), in_place=True)
+    assert _pairs(move).tolist() == [0, 3, 6, 8, 10]
+    assert _pairs(replace(move, origins=rows)).tolist() == [1, 4, 6, 9]

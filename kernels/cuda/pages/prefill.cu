@@ -52,11 +52,12 @@ struct alignas(128) WarpSpace {
     u8 rows[PAGE * ROW_BYTES];  // raw, of the next page
     Frame frame;                // its mean as float16 where it is of the next pages
     uint4 moves[SLOTS];         // of these, PAGE each, then their Details
-    u32 ahead[PAGES + 1];       // where the moves of the pages after that begin and end
     int number, pages;          // of the first of these pages; where those of the CTA end
     int stride;                 // from these pages to the next
     int full, rest;             // where the last round begins, in which a warp takes `rest` pages
-    Pages pages_of[2];          // these and the next, by stages
+    // Behind what warps read 16 bytes at once: copies write it meanwhile, and racecheck sees no difference.
+    u32 ahead[PAGES + 1];  // where the moves of the pages after that begin and end
+    Pages pages_of[2];     // these and the next, by stages
 
     // The first of the pages from `number` on, and how many they are: in the last round all warps have as
     // many.

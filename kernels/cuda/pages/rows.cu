@@ -6,11 +6,11 @@
 //
 // take_rows     grid (1, layers): a block counts the pages of each rung that are wanted. Kept pages beyond
 //               that number move to free numbers below it (move_kept carries it out), so that numbers have no
-//               gaps; then slabs are given back and taken, and a warp writes the table of a (row, KV head).
-//               Shared: 5 KB.
+//               gaps; then slabs are given back and taken, and a warp writes the table of a (row, KV head),
+//               or a part of it where there are fewer than warps. Shared: 5 KB.
 // move_kept     grid (blocks, layers): a warp copies a page.
 // gather_pages  grid (blocks, layers): a warp copies 16 pages, and those of tokens that wait, which have
-//               fixed free_numbers, from `from`. Warps of rows that get the same pages are neighbours.
+//               fixed pages, from `from`. Two rows that get the same pages have them read once.
 // clear_free    grid (blocks, layers): a block writes zeros over a slab without pages, or over the rest of
 // one.
 #include "common/pairs.cuh"
@@ -28,7 +28,8 @@ struct Rows {
     u32* free_numbers;   // [layers][capacity]: numbers that are free, rung by rung
     PageCopy* copies;    // [layers][capacity]: kept pages that move
     int* num_copies;     // [layers]
-    int capacity, head_dim;
+    const int* pairs;    // [num_pairs]: 2 * row + 1 if the next row gets the same pages, or else 2 * row
+    int capacity, head_dim, num_pairs;
 };
 
 // The exclusive number of threads before this one for which `mine` holds, and of all; all threads.
@@ -44,35 +45,44 @@ __device__ __forceinline__ int count_before(bool mine, int& all) {
     return before + __popc(votes & ((1u << lane) - 1));
 }
 
-// Calls on_page(entry, rung, address, rank) for all entries of a table, one warp: rank counts pages of equal
-// rungs from counts[]; an entry without a page has none.
-template <class OnPage>
-__device__ __forceinline__ void visit_table(const LayerState& s, int bh, int* counts, OnPage on_page) {
-    constexpr int AT_ONCE = 4;  // loads on their way
+// What a lane sees of AT_ONCE entries of a table, 32 apart: those behind the end, and fillers, have no page.
+constexpr int AT_ONCE = 4;  // loads on their way
+struct Entries {
+    int first, end;
+    u32 address[AT_ONCE];
+    int rung[AT_ONCE], rank[AT_ONCE];  // rank: the number of its page among those of its rung
+
+    __device__ __forceinline__ bool exists(int j) const { return first + 32 * j < end; }
+    __device__ __forceinline__ bool has_page(int j) const { return address[j] != NO_PAGE; }
+};
+
+// Calls on_entries for all entries of a part of a table, one warp: ranks count on from counts[rung].
+template <class OnEntries>
+__device__ __forceinline__ void visit_table(const LayerState& s, int bh, int part, int parts, int* counts,
+                                            OnEntries on_entries) {
     const int lane = threadIdx.x % 32, entries = s.num_pages[bh];
+    const int each = (entries + 32 * parts - 1) / (32 * parts) * 32, begin = part * each;
     const u64 table = (u64)bh * s.entries;
+    Entries of;
+    of.end = min(entries, begin + each);
 #pragma unroll 1
-    for (int first = lane; first - lane < entries; first += 32 * AT_ONCE) {
-        u32 address[AT_ONCE];
-        int rung[AT_ONCE];
+    for (of.first = begin + lane; of.first - lane < of.end; of.first += 32 * AT_ONCE) {
 #pragma unroll
         for (int j = 0; j < AT_ONCE; ++j) {
-            const int entry = first + 32 * j;
-            address[j] = entry < entries ? s.index[table + entry] : NO_PAGE;
-            rung[j] = entry < entries ? s.rung[table + entry] : 255;
+            const u64 at = table + of.first + 32 * j;
+            of.address[j] = of.exists(j) ? s.index[at] : NO_PAGE;
+            of.rung[j] = of.exists(j) ? s.rung[at] : 255;
         }
 #pragma unroll
         for (int j = 0; j < AT_ONCE; ++j) {
-            const int entry = first + 32 * j;
-            const bool there = address[j] != NO_PAGE;
-            const int r = there ? rung[j] : 255;
+            const int r = of.has_page(j) ? of.rung[j] : 255;
             const u32 same = __match_any_sync(ALL_LANES, r), below = same & ((1u << lane) - 1);
-            const int rank = there ? counts[r] + __popc(below) : 0;
+            of.rank[j] = of.has_page(j) ? counts[r] + __popc(below) : 0;
             __syncwarp();  // all lanes have read the counters
-            if (there && below == 0) counts[r] += __popc(same);
+            if (of.has_page(j) && below == 0) counts[r] += __popc(same);
             __syncwarp();  // and the next 32 entries find them raised
-            if (entry < entries) on_page(entry, rung[j], address[j], rank);
         }
+        on_entries(of);
     }
 }
 
@@ -144,16 +154,20 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS, 1) take_rows(const _
     __shared__ int counts[TABLE_WARPS][CACHE_RUNGS + 1], want[CACHE_RUNGS], next[CACHE_RUNGS];
     const LayerState &f = call.from[blockIdx.y], &s = call.to[blockIdx.y];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, all_bh = s.batch * s.heads;
+    const int parts = max(1, TABLE_WARPS / max(1, all_bh));  // of a table, a warp each
     u32* const free_numbers = call.free_numbers + (u64)blockIdx.y * call.capacity;
     PageCopy* const copies = call.copies + (u64)blockIdx.y * call.capacity;
     const auto source_of = [&](int bh) { return call.rows[bh / s.heads] * s.heads + bh % s.heads; };
-    const auto nothing = [](int, int, u32, int) {};
+    const auto nothing = [](const Entries&) {};
 
     if (threadIdx.x < CACHE_RUNGS) want[threadIdx.x] = 0;
     if (lane <= CACHE_RUNGS) counts[warp][lane] = 0;
     __syncthreads();  // counters are zero
-    for (int bh = warp; bh < all_bh; bh += TABLE_WARPS)
-        if (!f.waits[call.rows[bh / s.heads]]) visit_table(f, source_of(bh), counts[warp], nothing);
+    for (int n = warp; n < all_bh * parts; n += TABLE_WARPS) {
+        const int bh = n / parts;
+        if (!f.waits[call.rows[bh / s.heads]])
+            visit_table(f, source_of(bh), n % parts, parts, counts[warp], nothing);
+    }
     if (lane < s.num_rungs) atomicAdd(&want[lane], counts[warp][lane]);
     __syncthreads();  // all pages are counted
 
@@ -168,14 +182,14 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS, 1) take_rows(const _
     exchange_slabs(s, want);
 
 #pragma unroll 1
-    for (int first = 0; first < all_bh; first += TABLE_WARPS) {
-        const int bh = first + warp, row = bh / s.heads;
+    for (int first = 0; first < all_bh * parts; first += TABLE_WARPS) {
+        const int n = first + warp, bh = n / parts, part = n % parts, row = bh / s.heads;
         const bool there = bh < all_bh, waits = there && f.waits[call.rows[row]];
         const bool copied = there && !waits && call.origins[row] >= 0;
-        __syncthreads();  // places of the tables before are taken, slabs known, and counters free
+        __syncthreads();  // numbers of the tables before are taken, slabs known, and counters free
         if (lane <= CACHE_RUNGS) counts[warp][lane] = 0;
         __syncwarp();  // the counters are zero
-        if (copied) visit_table(f, source_of(bh), counts[warp], nothing);
+        if (copied) visit_table(f, source_of(bh), part, parts, counts[warp], nothing);
         __syncthreads();  // the pages of all warps are counted
         if (threadIdx.x < s.num_rungs) {
             int place = next[threadIdx.x];
@@ -186,27 +200,45 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS, 1) take_rows(const _
             }
             next[threadIdx.x] = place;
         }
-        __syncthreads();  // every warp has its places
+        __syncthreads();  // every warp has its numbers
         if (!there) continue;
         const int source = source_of(bh);
         const u64 from = (u64)source * f.entries, to = (u64)bh * s.entries;
-        visit_table(f, source, counts[warp], [&](int entry, int r, u32 address, int place) {
-            const bool is_page = address != NO_PAGE;
-            if (waits && is_page) {
-                const u64 page = (u64)(bh * WAITING_PAGES + entry) * s.rungs[r].record;
-                address = (u32)((s.waiting - s.arena) / UNIT + page);
-            } else if (copied && is_page) {
-                address = page_address(s, r, free_numbers[place]);
+        visit_table(f, source, part, parts, counts[warp], [&](const Entries& of) {
+            u32 address[AT_ONCE], slot[AT_ONCE];
+            u16 base[AT_ONCE];
+            u8 count[AT_ONCE];
+            // Loads of all entries first: stores between them would make each wait.
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; ++j) {
+                const int entry = of.first + 32 * j;
+                address[j] = of.address[j];
+                count[j] = of.exists(j) ? f.count[from + entry] : 0;
+                base[j] = of.exists(j) ? f.base[from + entry] : 0;
+                if (!of.has_page(j)) continue;
+                if (waits) {
+                    const u64 page = (u64)(bh * WAITING_PAGES + entry) * s.rungs[of.rung[j]].record;
+                    address[j] = (u32)((s.waiting - s.arena) / UNIT + page);
+                } else if (copied) {
+                    address[j] = page_address(s, of.rung[j], free_numbers[of.rank[j]]);
+                }
             }
-            s.rung[to + entry] = (u8)r;
-            s.count[to + entry] = f.count[from + entry];
-            s.base[to + entry] = f.base[from + entry];
-            s.index[to + entry] = address;
-            if (waits || !is_page) return;
-            const u32 slab = address / (u32)s.slab_units, within = address - slab * (u32)s.slab_units;
-            const u32 number = s.slab_slot[slab] * s.rungs[r].per_slab + within / s.rungs[r].record;
-            s.entry_of[(u64)r * s.max_pages + number] = (u32)(to + entry);
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; ++j)
+                slot[j] = of.has_page(j) && !waits ? s.slab_slot[address[j] / (u32)s.slab_units] : 0;
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; ++j) {
+                if (!of.exists(j)) continue;
+                const u64 at = to + of.first + 32 * j;
+                const int r = of.rung[j];
+                s.rung[at] = (u8)r, s.count[at] = count[j], s.base[at] = base[j], s.index[at] = address[j];
+                if (waits || !of.has_page(j)) continue;
+                const u32 number =
+                    slot[j] * s.rungs[r].per_slab + address[j] % (u32)s.slab_units / s.rungs[r].record;
+                s.entry_of[(u64)r * s.max_pages + number] = (u32)at;
+            }
         });
+        if (part) continue;
         for (int i = lane; i < call.head_dim; i += 32) {
             const u64 to = (u64)bh * call.head_dim + i, from = (u64)source * call.head_dim + i;
             s.k_mean[to] = f.k_mean[from], s.k_shift[to] = f.k_shift[from], s.asked[to] = f.asked[from];
@@ -226,35 +258,57 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS, 1) take_rows(const _
     }
 }
 
+// Copies a page to one place and, if there is a second, to that, too; one warp.
+__device__ __forceinline__ void copy_to_both(u8* to, u8* second, const u8* from, u32 units) {
+    constexpr int AT_ONCE = 7;  // as many as 64 registers hold
+    for (u32 first = threadIdx.x % 32; first < units; first += 32 * AT_ONCE) {
+        uint4 x[AT_ONCE];
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j)
+            if (first + 32 * j < units) x[j] = __ldcs((const uint4*)from + first + 32 * j);
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j)
+            if (first + 32 * j < units) __stcs((uint4*)to + first + 32 * j, x[j]);
+        if (!second) continue;
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j)
+            if (first + 32 * j < units) __stcs((uint4*)second + first + 32 * j, x[j]);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) move_kept(const __grid_constant__ Rows call) {
     copy_listed<THREADS>(call.to[blockIdx.y].arena, call.copies + (u64)blockIdx.y * call.capacity,
                          call.num_copies[blockIdx.y]);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) gather_pages(const __grid_constant__ Rows call) {
+extern "C" __global__ void __launch_bounds__(THREADS, 4) gather_pages(const __grid_constant__ Rows call) {
     const LayerState &f = call.from[blockIdx.y], &s = call.to[blockIdx.y], &o = call.sources[blockIdx.y];
     const int warps = gridDim.x * (THREADS / 32), lane = threadIdx.x % 32;
-    const u32 rows = s.batch, of_head = (s.entries + RUN - 1) / RUN * rows, all = s.heads * of_head;
+    const u32 pairs = call.num_pairs, of_head = (s.entries + RUN - 1) / RUN * pairs, all = s.heads * of_head;
 #pragma unroll 1
     for (u32 n = blockIdx.x * (THREADS / 32) + threadIdx.x / 32; n < all; n += warps) {
         // Rows go fastest: those that get the same pages read them at about the same time, from L2 but once.
-        const int head = n / of_head, entry = (n - head * of_head) / rows * RUN + lane, row = n % rows;
+        const int head = n / of_head, entry = (n - head * of_head) / pairs * RUN + lane;
+        const int pair = call.pairs[n % pairs], row = pair >> 1;
         const int bh = row * s.heads + head, origin = s.waits[row] ? call.rows[row] : call.origins[row];
         const u64 i = (u64)bh * s.entries + entry;
         const bool waits = s.waits[row], is_page = lane < RUN && origin >= 0 && entry < s.num_pages[bh];
-        u32 units = 0, from = 0, to = 0;
+        u32 units = 0, from = 0, to = 0, second = NO_PAGE;
         if (is_page && (waits ? s.index[i] != NO_PAGE : s.count[i] > 0)) {
             const int source = origin * s.heads + head;
             units = s.rungs[s.rung[i]].record;
             from =
                 waits ? (source * WAITING_PAGES + entry) * units : o.index[(u64)source * o.entries + entry];
             to = s.index[i];
+            if (pair & 1) second = s.index[i + (u64)s.heads * s.entries];
         }
         const u8* const sources = waits ? f.waiting : o.arena;
         for (int page = 0; page < RUN; ++page) {
             const u32 record = __shfl_sync(ALL_LANES, units, page);
             const u64 here = __shfl_sync(ALL_LANES, to, page), there = __shfl_sync(ALL_LANES, from, page);
-            copy_page(s.arena + here * UNIT, sources + there * UNIT, record);
+            const u32 again = __shfl_sync(ALL_LANES, second, page);
+            u8* const twice = again == NO_PAGE ? nullptr : s.arena + (u64)again * UNIT;
+            copy_to_both(s.arena + here * UNIT, twice, sources + there * UNIT, record);
         }
     }
 }

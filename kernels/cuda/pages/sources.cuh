@@ -1,7 +1,15 @@
-// Where a page's vectors come from: moves, raw rows, means and importance are asked for (cp.async) while the
-// page before is encoded. All of this is of one warp, which takes a side of a page.
+// Where the vectors of a destination page come from: what write_tokens (pages/write.cu) asks for in advance.
 //
-// Rows of slots lie in shared memory in the order of the rows of tiles.
+// A warp writes one side, keys or values, of one page after another. While it encodes a page, what it needs
+// for the next two is on its way by cp.async: of the page after the next its moves (`ask_for_moves`), of the
+// next page, whose moves are there, the raw vectors of new tokens, their importance and the frame of the keys
+// (`ask_for_page`). Codes of stored tokens are not copied in advance: pages/write.cu reads them when the
+// page's turn comes.
+//
+// Threads: a lane has a move, lanes 0 to 15. For raw vectors a lane has 16 bytes of one: 8 lanes have a
+// vector at head_dim 64, 16 up to 128, 32 above. Memory: shared a WarpSpace for each warp: raw vectors of two
+// pages, which lie in the order of the rows of tiles, the frame of this page, and a PageState for each of
+// three pages. Together 6.6 KiB at head_dim 64 (7.4 with profiles), 11.4 at 128.
 #pragma once
 
 #include "common/async_copies.cuh"
@@ -34,41 +42,42 @@ __device__ __forceinline__ bool is_new(const Move& move) {
     return move.from_rung == NEW_TOKEN;
 }
 
-// A side of a destination page: its moves, what its rows hold, and its positions and importance.
+// What is known of one side of a destination page.
 struct PageState {
+    // Copied by cp.async.
     uint4 moves[PAGE];           // Move
-    uint4 halves[HEAD_DIM / 8];  // the mean of the keys of its pair, float16
-    u8 shifts[HEAD_DIM];         // and their shifts
-    u32 importance_words[PAGE];  // by move: what a new token's importance is a byte of
-    Width bits[PAGE];            // by slot: what its row holds, raw elements (16) or codes
-    u8 steps[PAGE];              // by slot: of the codes that a row holds
+    uint4 halves[HEAD_DIM / 8];  // of the pair that the page is of: the mean of keys, float16
+    u8 shifts[HEAD_DIM];         // its shifts
+    u32 importance_words[PAGE];  // by move: a word with the importance of its new token
+    // Written when the moves are there.
+    Width bits[PAGE];  // by slot: what its row holds, raw elements (16) or codes of this width
+    u8 steps[PAGE];    // by slot: the step of the codes of its row
 #if IN_BLOCKS
-    u8 order[HEAD_DIM];  // k_order of its pair
-    float gain[4];
-    u32 exponents;  // a word with that of this side of its pair
-    u32 any_raw;    // whether a row holds raw elements
+    u8 order[HEAD_DIM];  // copied: k_order of the pair
+    float gain[4];       // copied: k_gain of the pair
+    u32 exponents;       // copied: a word with the exponent of this side of the pair
+    u32 any_raw;         // whether a row holds raw elements
 #endif
     Region to;
-    u8* tail;
+    u8* tail;    // positions and importance of the page
     u32 mask;    // slots that are written
-    u32 others;  // whether a row comes from elsewhere than by a copy that was asked for
+    u32 others;  // whether pages/write.cu has to fill rows: those of stored tokens, or all out of units
 };
 
-// Rows of this page and of the next, which are on their way; states of these and of the one after, whose
-// moves are.
 struct alignas(16) WarpSpace {
-    u8 rows[2][PAGE * Rows::BYTES];
-    Frame frame;  // of keys
-    PageState pages[3];
+    u8 rows[2][PAGE * Rows::BYTES];  // of this page and of the next
+    Frame frame;                     // of the keys of this page
+    PageState pages[3];              // of this page, of the next, and of the one after
 };
 static_assert(sizeof(WarpSpace) == (IN_BLOCKS ? 89 * HEAD_DIM + 1856 : 78 * HEAD_DIM + 1728),
               "as the host reserves");
 
-// What the warps of a CTA share.
+// What the warps of a block share.
 struct Shared {
-    Signs signs[32];      // by lane
-    u32 heads, per_head;  // 2^32 / heads, rounded down
-    bool in_units;        // are_in_units
+    Signs signs[32];  // by lane
+    u32 heads;
+    u32 per_head;   // 2^32 / heads, rounded down
+    bool in_units;  // are_in_units
 };
 
 // The lane, asked for again: what follows from it is computed again, too, and takes no registers meanwhile.
@@ -125,42 +134,47 @@ __device__ __forceinline__ bool are_in_units(const LayerState& s, const NewToken
            max(extent(n.k_batch, n.k_step, n.k_head), extent(n.v_batch, n.v_step, n.v_head)) >> 34 == 0;
 }
 
-// Asks for raw vectors of new tokens if they are in units of 16 bytes; says what rows hold.
+// Says what the rows of a page will hold, of which its moves are there; one warp. `fetched`: whether this
+// lane's move is of a new token whose vectors are asked for.
+__device__ __forceinline__ void describe_rows(Side side, const LayerState& s, const Move& move, bool fetched,
+                                              PageState& page, u32 lane) {
+    const bool moves = move.from_rung != NO_MOVE;
+    u32 bits = 16;
+    if (moves) {
+        if (!is_new(move)) {
+            const CacheRung& rung = s.rungs[move.from_rung];
+            bits = side == KEYS ? rung.bits_k : rung.bits_v;
+        }
+        page.bits[move.to_slot] = (Width)bits;
+    }
+    const u32 mask = __reduce_or_sync(ALL_LANES, moves ? 1u << move.to_slot : 0u);
+    const u32 others = __any_sync(ALL_LANES, moves && !fetched);
+    if (lane == 0) page.mask = mask, page.others = others;
+#if IN_BLOCKS
+    const u32 any_raw = __any_sync(ALL_LANES, moves && bits == 16);
+    if (lane == 0) page.any_raw = any_raw;
+#endif
+}
+
+// Which unit of 16 bytes a new token's vector begins at, counted from the first key or value.
+__device__ __forceinline__ int unit_of_vector(Side side, const NewTokens& new_tokens, const TokenPlace& at) {
+    return side == KEYS
+               ? at.batch * (int)(new_tokens.k_batch >> 3) + at.step * (int)(new_tokens.k_step >> 3) +
+                     at.head * (int)(new_tokens.k_head >> 3)
+               : at.batch * (int)(new_tokens.v_batch >> 3) + at.step * (int)(new_tokens.v_step >> 3) +
+                     at.head * (int)(new_tokens.v_head >> 3);
+}
+
+// Describes the rows of a page, and asks for raw vectors of new tokens if they are in units of 16 bytes.
 __device__ __forceinline__ void ask_for_rows(Side side, const LayerState& s, const NewTokens& new_tokens,
                                              u8* rows, const Shared& shared, PageState& page) {
     constexpr int PARTS = HEAD_DIM / 8, LANES_OF_ROW = PARTS <= 8 ? 8 : PARTS <= 16 ? 16 : 32;
     constexpr int AT_ONCE = 32 / LANES_OF_ROW;
     const u32 lane = lane_again();
     const Move move = (const Move&)page.moves[lane % PAGE];
-    const bool moves = move.from_rung != NO_MOVE, fetched = moves && is_new(move) && shared.in_units;
-#if IN_BLOCKS
-    bool raw = false;
-#endif
-    if (moves) {
-        u32 bits = 16;
-        if (!is_new(move)) {
-            const CacheRung& rung = s.rungs[move.from_rung];
-            bits = side == KEYS ? rung.bits_k : rung.bits_v;
-        }
-        page.bits[move.to_slot] = (Width)bits;
-#if IN_BLOCKS
-        raw = bits == 16;
-#endif
-    }
-    const u32 mask = __reduce_or_sync(ALL_LANES, moves ? 1u << move.to_slot : 0u);
-    const u32 others = __any_sync(ALL_LANES, moves && !fetched);
-    if (lane == 0) page.mask = mask, page.others = others;
-#if IN_BLOCKS
-    const u32 any_raw = __any_sync(ALL_LANES, raw);
-    if (lane == 0) page.any_raw = any_raw;
-#endif
-    const TokenPlace place = place_of(new_tokens, move, shared);
-    const int unit =
-        side == KEYS
-            ? place.batch * (int)(new_tokens.k_batch >> 3) + place.step * (int)(new_tokens.k_step >> 3) +
-                  place.head * (int)(new_tokens.k_head >> 3)
-            : place.batch * (int)(new_tokens.v_batch >> 3) + place.step * (int)(new_tokens.v_step >> 3) +
-                  place.head * (int)(new_tokens.v_head >> 3);
+    const bool fetched = move.from_rung != NO_MOVE && is_new(move) && shared.in_units;
+    describe_rows(side, s, move, fetched, page, lane);
+    const int unit = unit_of_vector(side, new_tokens, place_of(new_tokens, move, shared));
     // Lanes side by side have parts of one vector, so that few lines are touched at once.
     const int part = lane % LANES_OF_ROW, row = fetched ? row_of(move.to_slot) : NO_ROW;
     const uint4* const from = (const uint4*)(side == KEYS ? new_tokens.k : new_tokens.v) + part;
@@ -196,7 +210,29 @@ __device__ __forceinline__ int exponent_of(Side side, const LayerState& s, const
 #endif
 }
 
-// Asks for all that a side of a page needs.
+// Asks for the frame of the keys of a page.
+__device__ __forceinline__ void ask_for_frame(const LayerState& s, u32 pair, PageState& page, u32 lane) {
+    const u64 channels = (u64)pair * HEAD_DIM;
+    if (lane < HEAD_DIM / 8) copy_async(page.halves + lane, s.k_mean + channels + 8 * lane);
+    if (lane < HEAD_DIM / 16) copy_async((uint4*)page.shifts + lane, s.k_shift + channels + 16 * lane);
+#if IN_BLOCKS
+    if (lane < HEAD_DIM / 16) copy_async((uint4*)page.order + lane, s.k_order + channels + 16 * lane);
+    if (lane == 0) copy_async(page.gain, s.k_gain + 4 * pair);
+#endif
+}
+
+// Asks for the importance of the new tokens of a page.
+__device__ __forceinline__ void ask_for_importance(const NewTokens& new_tokens, const Shared& shared,
+                                                   PageState& page, u32 lane) {
+    if (lane >= PAGE) return;
+    const Move move = (const Move&)page.moves[lane];
+    if (!is_new(move)) return;
+    const u32 step = place_of(new_tokens, move, shared).step;
+    const u64 at = (u64)(new_tokens.importance + (u64)move.from * new_tokens.num_new + step);
+    copy_word_async(page.importance_words + lane, (const void*)(at & ~3ull));
+}
+
+// Asks for all that a side of a page needs, of which its moves are there.
 __device__ __forceinline__ void ask_for_page(Side side, const LayerState& s, const NewTokens& new_tokens,
                                              u8* rows, const Shared& shared, PageState& page) {
     const u32 lane = lane_again();
@@ -207,23 +243,11 @@ __device__ __forceinline__ void ask_for_page(Side side, const LayerState& s, con
         u8* const record = s.arena + (u64)first.to * UNIT;
         page.to = region_of(side, record, rung);
         page.tail = record + rung.tail;
-    }
 #if IN_BLOCKS
-    if (lane == 0)
         copy_word_async(&page.exponents, (const void*)((u64)place_of_exponent(side, s, first) & ~3ull));
 #endif
+    }
     if (side == VALUES) return;
-    const u64 channels = (u64)pair_of(first) * HEAD_DIM;
-    if (lane < HEAD_DIM / 8) copy_async(page.halves + lane, s.k_mean + channels + 8 * lane);
-    if (lane < HEAD_DIM / 16) copy_async((uint4*)page.shifts + lane, s.k_shift + channels + 16 * lane);
-#if IN_BLOCKS
-    if (lane < HEAD_DIM / 16) copy_async((uint4*)page.order + lane, s.k_order + channels + 16 * lane);
-    if (lane == 0) copy_async(page.gain, s.k_gain + 4 * pair_of(first));
-#endif
-    if (lane >= PAGE) return;
-    const Move move = (const Move&)page.moves[lane];
-    if (!is_new(move)) return;
-    const u32 step = place_of(new_tokens, move, shared).step;
-    const u64 at = (u64)(new_tokens.importance + (u64)move.from * new_tokens.num_new + step);
-    copy_word_async(page.importance_words + lane, (const void*)(at & ~3ull));
+    ask_for_frame(s, pair_of(first), page, lane);
+    ask_for_importance(new_tokens, shared, page, lane);
 }

@@ -1,15 +1,24 @@
-// What a cache's pages become, second part: tokens are told where to go.
+// A plan of a cache, second third: every token that moves is told where it goes.
 //
-// Between plan/plan.cu and plan/tables.cu; the algorithm stands in kvlab/reference/cache_plan.py.
+// Before it plan/plan.cu has counted the tokens of each class by key, has chosen how many chunks of a class
+// change to which level, and has numbered the new pages. After it plan/tables.cu writes the page tables. This
+// kernel writes two lists of moves, and for every page how many tokens it will hold. The algorithm stands in
+// kvlab/reference/cache_plan.py, in the same words.
 //
-// plan_moves   grid (groups * classes, layers): a block of 8 warps has a class of a (bh, segment); a warp a
-//              run of its table entries, or of new tokens. Where tokens leave a class, their rank is their
-//              place in a counting sort: by key, then by place. The rank says which page and slot a token
-//              goes to. Then those that stay close up: the n-th that has to move goes to the n-th hole.
-//              Shared: 8 KB of counters, and some tables.
-//
-// Moves of phase 0 have places that follow from the counts; those of phase 1 are appended by groups as they
-// come, which changes the order of the list and nothing else.
+// Lists of moves
+//   phase 0   Tokens that leave their class, and all new tokens, go to new pages. The rank of a token is its
+//             position in a counting sort of its class: by key, then by table entry and slot. The rank gives
+//             page, slot and position in the list, so that no warp waits for another's moves.
+//   phase 1   Tokens that stay fill the holes that others leave. The n-th token of a class that stands beyond
+//             what its page will hold goes to the n-th hole. A block reserves a part of this list once it has
+//             counted its holes; in which order blocks do so changes the list and no page.
+// Threads
+//   plan_moves   grid (groups * classes, layers), 8 warps: a block has one class of one (bh, segment). Each
+//                warp has an equal part of the table entries of the class, or of the new tokens. Where pages
+//                are counted a lane has an entry; where tokens are, half a warp has a page and a lane a slot.
+// Memory: shared 8.4 KB a block, of which 8 KB are a counter for each warp and key: it counts the tokens of
+// the warp, then it holds the rank of the next of them. At most 80 registers, for three blocks a
+// multiprocessor.
 #include "pages/codes.cuh"
 #include "pages/state.cuh"
 #include "plan/plan.cuh"
@@ -17,16 +26,12 @@
 
 constexpr int MOVE_THREADS = 256, MOVE_WARPS = MOVE_THREADS / 32;
 
-__device__ __forceinline__ u32 first_slots(int n) {
-    return (1u << n) - 1;
-}
-
-// Of a class: where chunks of each level end, and where the first goes.
+// Where the chunks of a class go.
 struct Targets {
-    int end[MAX_LEVELS];     // chunks at this level and below
-    u32 number[MAX_LEVELS];  // page of the first chunk of this level
-    u32 move[MAX_LEVELS];    // its slot in the list
-    int in_chunks, skipped;  // tokens in chunks, and how many fewer that are than PAGE each
+    int end[MAX_LEVELS];     // of its chunks, how many go to this level or a lower one
+    u32 number[MAX_LEVELS];  // by level: the number of the page of its first chunk
+    u32 move[MAX_LEVELS];    // where the moves of that chunk begin in the list
+    int in_chunks, skipped;  // tokens in chunks, and how many more there would be if all chunks were full
 };
 
 // The targets of the chunks of class c; one thread.
@@ -94,12 +99,15 @@ __device__ __forceinline__ int last_key(const u32* starts, int leaving) {
     return low;
 }
 
+// What the warps of a block share.
 struct Scratch {
     u32 counters[MOVE_WARPS][KEYS];
-    int kinds[MOVE_WARPS][3], holes[MOVE_WARPS], pages[MOVE_WARPS];
+    int kinds[MOVE_WARPS][3];                   // pages of a warp that are full, partly filled, empty
+    int holes[MOVE_WARPS], filled[MOVE_WARPS];  // holes of a warp, pages that have some
+    int movers[MOVE_WARPS];                     // tokens of a warp that fill holes
     Targets targets;
-    u64 reserved;
-    int last;
+    u64 reserved;  // what PlanHead::reserved was: where this block's part of the list of phase 1 begins
+    int last;      // the last key that may leave
 };
 
 // Counters of the warps become the ranks from which each counts on; all threads.
@@ -113,10 +121,15 @@ __device__ __forceinline__ void start_ranks(const u32* starts, Scratch& shared) 
     }
 }
 
+// How many of `all` a warp has, whole runs of 32.
+__device__ __forceinline__ int part_of_warp(int all) {
+    return (all + 32 * MOVE_WARPS - 1) / (32 * MOVE_WARPS) * 32;
+}
+
 __device__ void move_new(const Plan& p, int g, int bh, int segment, Move* moves, Scratch& shared) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rungs = p.s.num_rungs;
     const u32 token = bh / p.s.heads * p.call.num_new;
-    const int each = (p.call.num_new + 32 * MOVE_WARPS - 1) / (32 * MOVE_WARPS) * 32;
+    const int each = part_of_warp(p.call.num_new);
     const int begin = warp * each, end = min(p.call.num_new, begin + each);
     for (int w = 0; w < MOVE_WARPS; ++w) shared.counters[w][threadIdx.x] = 0;
     if (threadIdx.x == 0) find_targets(p, g, rungs, shared.targets);
@@ -137,39 +150,68 @@ __device__ void move_new(const Plan& p, int g, int bh, int segment, Move* moves,
     }
 }
 
-// Which tokens of class r, whose pages are at `entries` entries from `start` on, stay, what its pages will
-// hold, and the moves of those that leave.
-__device__ void move_stored(const Plan& p, int g, int bh, int segment, int r, int start, int entries,
-                            Move* moves, Scratch& shared) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, top = p.s.num_rungs - 1;
-    const int each = (entries + 32 * MOVE_WARPS - 1) / (32 * MOVE_WARPS) * 32;
-    const int begin = start + min(entries, warp * each), end = start + min(entries, (warp + 1) * each);
-    const int leaving = p.leaving(g, r), needed = p.needed(g, r);
-    const int left = p.tokens(g)[r] - leaving - PAGE * (needed - 1);  // tokens of the last page
-    const int kept = needed + (r == top && p.has_extra(g));
-    const u32* starts = p.call.starts + (p.group(g) * p.classes + r) * KEYS;
-    const u64 row = p.bh(bh) * p.s.entries;
-    auto no_quad = [](const PairOfPages&) {};
+// The pages of a class of stored tokens, rung r of a (bh, segment), as the warps of a block share them: each
+// has entries [begin, end).
+struct StoredClass {
+    const Plan& p;
+    int g, bh, segment, r, begin, end;
+    u64 row;  // where the entries of the bh begin in the workspace
 
-    for (int w = 0; w < MOVE_WARPS; ++w) shared.counters[w][threadIdx.x] = 0;
-    if (threadIdx.x < 3 * MOVE_WARPS) (&shared.kinds[0][0])[threadIdx.x] = 0;
-    if (threadIdx.x == 0) {
-        find_targets(p, g, r, shared.targets);
-        shared.last = leaving ? last_key(starts, leaving) : -1;
+    // `start`, `entries`: those of the whole class.
+    __device__ __forceinline__ StoredClass(const Plan& plan, int group, int of_bh, int of_segment, int rung,
+                                           int start, int entries)
+        : p(plan), g(group), bh(of_bh), segment(of_segment), r(rung), row(plan.bh(of_bh) * plan.s.entries) {
+        const int warp = threadIdx.x / 32, each = part_of_warp(entries);
+        begin = start + min(entries, warp * each), end = start + min(entries, (warp + 1) * each);
     }
-    __syncthreads();  // counters are zero, targets known
-    const int last = shared.last;
-    visit_pages(
-        p, bh, segment, begin, end, leaving > 0,
+    __device__ __forceinline__ bool is_top() const { return r == p.s.num_rungs - 1; }
+
+    // Calls on_page(entry, mine, count) for 32 entries at once.
+    template <class OnPage>
+    __device__ __forceinline__ void visit(OnPage on_page) const {
+        visit_pages(p, bh, segment, begin, end, false, on_page, [](const PairOfPages&) {});
+    }
+    // The same, then on_quad for every four pages, if any token leaves.
+    template <class OnPage, class OnQuad>
+    __device__ __forceinline__ void visit(bool any_leaves, OnPage on_page, OnQuad on_quad) const {
+        visit_pages(p, bh, segment, begin, end, any_leaves, on_page, on_quad);
+    }
+
+    // Bits of the slots of a page that will be filled; those that hold tokens that stay.
+    __device__ __forceinline__ u32 slots_after(int entry) const {
+        return (1u << (p.call.after[row + entry] & 0x7f)) - 1;
+    }
+    __device__ __forceinline__ u32 slots_that_stay(int entry) const { return p.call.stay[row + entry]; }
+};
+
+// The kind of a page, as Scratch::kinds counts them.
+__device__ __forceinline__ int kind_of(int count) {
+    return count == PAGE ? 0 : count ? 1 : 2;
+}
+
+// Counts the pages of this warp by kind, and those of its tokens that may leave by key.
+__device__ __forceinline__ void count_pages(const StoredClass& of, int leaving, int last, Scratch& shared) {
+    const int warp = threadIdx.x / 32;
+    of.visit(
+        leaving > 0,
         [&](int, bool mine, int count) {
-            if (mine) atomicAdd(&shared.kinds[warp][count == PAGE ? 0 : count ? 1 : 2], 1);
+            if (mine) atomicAdd(&shared.kinds[warp][kind_of(count)], 1);
         },
         [&](const PairOfPages& pages) {
             for (const int key : pages.key)
                 if (key >= 0 && key <= last) atomicAdd(&shared.counters[warp][key], 1u);
         });
-    __syncthreads();  // all pages and tokens are counted
-    if (leaving) start_ranks(starts, shared);
+}
+
+// Says of each page of this warp how many tokens it will hold, and of each of its tokens whether it leaves;
+// writes the moves of those that do. Full pages stay first, then partly filled ones, then empty ones.
+// `partly`: receives how many pages of the class are partly filled.
+__device__ __forceinline__ void settle_pages(const StoredClass& of, int leaving, int last, Move* moves,
+                                             Scratch& shared, int& partly) {
+    const Plan& p = of.p;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int needed = p.needed(of.g, of.r), kept = needed + (of.is_top() && p.has_extra(of.g));
+    const int left = p.tokens(of.g)[of.r] - leaving - PAGE * (needed - 1);  // tokens of the last page
     int next[3] = {0, 0, 0}, all[3] = {0, 0, 0};  // the order of this warp's next page of each kind
 #pragma unroll
     for (int kind = 0; kind < 3; ++kind)
@@ -179,12 +221,13 @@ __device__ void move_stored(const Plan& p, int g, int bh, int segment, int r, in
         }
     next[1] += all[0];
     next[2] += all[0] + all[1];
+    partly = all[1];
     __syncthreads();  // every warp knows its ranks
 
-    visit_pages(
-        p, bh, segment, begin, end, leaving > 0,
+    of.visit(
+        leaving > 0,
         [&](int entry, bool mine, int count) {
-            const int kind = count == PAGE ? 0 : count ? 1 : 2;
+            const int kind = kind_of(count);
             int order = 0;
 #pragma unroll
             for (int k = 0; k < 3; ++k) {
@@ -194,12 +237,12 @@ __device__ void move_stored(const Plan& p, int g, int bh, int segment, int r, in
             }
             if (!mine) return;
             const bool drop = order >= kept;
-            p.call.after[row + entry] = drop                  ? DROPPED
-                                        : order < needed - 1  ? PAGE
-                                        : order == needed - 1 ? left
-                                                              : 0;
-            if (r == top && !drop && order >= needed - 1)
-                p.call.role[p.group(g) * 2 + (order >= needed)] = entry;
+            p.call.after[of.row + entry] = drop                  ? DROPPED
+                                           : order < needed - 1  ? PAGE
+                                           : order == needed - 1 ? left
+                                                                 : 0;
+            if (of.is_top() && !drop && order >= needed - 1)
+                p.call.role[p.group(of.g) * 2 + (order >= needed)] = entry;
         },
         [&](const PairOfPages& pages) {
 #pragma unroll
@@ -207,51 +250,98 @@ __device__ void move_stored(const Plan& p, int g, int bh, int segment, int r, in
                 const int key = pages.key[j], slot = lane % PAGE;
                 const int rank = take_rank(shared.counters[warp], key <= last ? key : -1, lane);
                 const bool goes = rank >= 0 && rank < leaving;
-                if (goes) emit(p, shared.targets, moves, rank, pages.address[j], slot, r, bh);
+                if (goes) emit(p, shared.targets, moves, rank, pages.address[j], slot, of.r, of.bh);
                 const u32 stay = __ballot_sync(ALL_LANES, key >= 0 && !goes);
                 if (slot == 0 && pages.entry[j] >= 0)
-                    p.call.stay[row + pages.entry[j]] = (u16)(stay >> (lane & PAGE));
+                    p.call.stay[of.row + pages.entry[j]] = (u16)(stay >> (lane & PAGE));
             }
         });
-    if (!leaving && !p.drops() && all[1] <= 1) return;
+}
 
-    // Closing up: 32 pages at a time, one a lane.
-    __syncwarp();  // the warp's pages have their masks
-    int holes = 0, destinations = 0;
-    visit_pages(
-        p, bh, segment, begin, end, false,
-        [&](int entry, bool mine, int) {
-            if (!mine) return;
-            const int own = __popc(~p.call.stay[row + entry] & first_slots(p.call.after[row + entry] & 0x7f));
-            holes += own;
-            destinations += own > 0;
-        },
-        no_quad);
+// Where a warp's moves of phase 1 begin in the part of its block: its first hole, the first page with holes,
+// the first token that fills one.
+struct Closing {
+    int hole, page, mover;
+};
+
+// Sums over the lanes up to this one.
+__device__ __forceinline__ void sum_to_lane(int& first, int& second, int lane) {
+#pragma unroll
+    for (int bit = 1; bit < 32; bit *= 2) {
+        const int a = __shfl_up_sync(ALL_LANES, first, bit);
+        const int b = __shfl_up_sync(ALL_LANES, second, bit);
+        first += lane >= bit ? a : 0;
+        second += lane >= bit ? b : 0;
+    }
+}
+
+// Writes the moves of phase 1 of this warp, the destinations and the sources of which it knows, each to where
+// its number says; 32 pages at a time, one a lane.
+__device__ __forceinline__ void list_closing_moves(const StoredClass& of, Closing at, u32 reserved,
+                                                   Move* list, u32* begins) {
+    const int lane = threadIdx.x % 32;
+    of.visit([&](int entry, bool mine, int) {
+        u32 empty = 0, moved = 0, address = 0;
+        if (mine) {
+            const u32 stays = of.slots_that_stay(entry), slots = of.slots_after(entry);
+            empty = ~stays & slots;
+            moved = stays & ~slots;
+            address = of.p.s.index[(u64)of.bh * of.p.s.entries + entry];
+        }
+        const u32 filled = __ballot_sync(ALL_LANES, empty != 0);
+        const int own_hole = __popc(empty), own_mover = __popc(moved);
+        int sum_hole = own_hole, sum_mover = own_mover;
+        sum_to_lane(sum_hole, sum_mover, lane);
+        int i = at.hole + sum_hole - own_hole;
+        if (empty) begins[at.page + __popc(filled & lanes_below(lane))] = reserved + i;
+        for (; empty; empty &= empty - 1, ++i) {
+            list[i].to = address;
+            list[i].to_slot = __ffs(empty) - 1;
+            list[i].to_rung = of.r;
+        }
+        i = at.mover + sum_mover - own_mover;
+        for (; moved; moved &= moved - 1, ++i) {
+            list[i].from = address;
+            list[i].from_slot = __ffs(moved) - 1;
+            list[i].from_rung = of.r;
+            list[i].token = of.bh;
+        }
+        at.hole += __shfl_sync(ALL_LANES, sum_hole, 31);
+        at.mover += __shfl_sync(ALL_LANES, sum_mover, 31);
+        at.page += __popc(filled);
+    });
+}
+
+// Fills the holes of pages that stay with tokens beyond their ends; all threads.
+__device__ __forceinline__ void close_up(const StoredClass& of, Scratch& shared) {
+    const Plan& p = of.p;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int holes = 0, filled = 0, movers = 0;
+    of.visit([&](int entry, bool mine, int) {
+        if (!mine) return;
+        const u32 stays = of.slots_that_stay(entry), slots = of.slots_after(entry);
+        const int own = __popc(~stays & slots);
+        holes += own;
+        filled += own > 0;
+        movers += __popc(stays & ~slots);
+    });
     holes = __reduce_add_sync(ALL_LANES, holes);
-    destinations = __reduce_add_sync(ALL_LANES, destinations);
-    if (lane == 0) shared.holes[warp] = holes, shared.pages[warp] = destinations;
-    __syncthreads();  // holes of all warps are counted
-    int hole = 0, mover = 0, page = 0, total = 0, total_pages = 0;
+    filled = __reduce_add_sync(ALL_LANES, filled);
+    movers = __reduce_add_sync(ALL_LANES, movers);
+    if (lane == 0) shared.holes[warp] = holes, shared.filled[warp] = filled, shared.movers[warp] = movers;
+    __syncthreads();  // holes and tokens of all warps are counted
+    Closing at = {0, 0, 0};
+    int total = 0, total_filled = 0;
     for (int w = 0; w < MOVE_WARPS; ++w) {
-        hole += w < warp ? shared.holes[w] : 0;
-        page += w < warp ? shared.pages[w] : 0;
+        at.hole += w < warp ? shared.holes[w] : 0;
+        at.page += w < warp ? shared.filled[w] : 0;
+        at.mover += w < warp ? shared.movers[w] : 0;
         total += shared.holes[w];
-        total_pages += shared.pages[w];
+        total_filled += shared.filled[w];
     }
     if (threadIdx.x == 0)
-        shared.reserved = atomicAdd(&p.call.head[p.layer].reserved, (u64)total | (u64)total_pages << 32);
-    int moving = 0;
-    visit_pages(
-        p, bh, segment, begin, end, false,
-        [&](int entry, bool mine, int) {
-            if (mine)
-                moving += __popc(p.call.stay[row + entry] & ~first_slots(p.call.after[row + entry] & 0x7f));
-        },
-        no_quad);
-    moving = __reduce_add_sync(ALL_LANES, moving);
-    if (lane == 0) shared.kinds[warp][0] = moving;
-    __syncthreads();  // tokens that move are counted, and the list has room for them
-    for (int w = 0; w < warp; ++w) mover += shared.kinds[w][0];
+        shared.reserved = atomicAdd(&p.call.head[p.layer].reserved, (u64)total | (u64)total_filled << 32);
+    __syncthreads();  // the list has room for them
     const u32 reserved = (u32)shared.reserved;
     if (reserved + (u64)total > (u64)p.call.most_dropped * PAGE) {
         if (threadIdx.x == 0) atomicOr(p.s.status, TABLE_FULL);
@@ -260,46 +350,30 @@ __device__ void move_stored(const Plan& p, int g, int bh, int segment, int r, in
     Move* const list = p.call.moves[1] + (u64)p.layer * p.call.most_dropped * PAGE + reserved;
     u32* const begins =
         p.call.begins[1] + (u64)p.layer * (p.call.most_dropped * PAGE + 1) + (u32)(shared.reserved >> 32);
-    visit_pages(
-        p, bh, segment, begin, end, false,
-        [&](int entry, bool mine, int) {
-            u32 empty = 0, moved = 0, address = 0;
-            if (mine) {
-                const u32 stays = p.call.stay[row + entry],
-                          slots = first_slots(p.call.after[row + entry] & 0x7f);
-                empty = ~stays & slots;
-                moved = stays & ~slots;
-                address = p.s.index[(u64)bh * p.s.entries + entry];
-            }
-            const u32 filled = __ballot_sync(ALL_LANES, empty != 0);
-            int own_hole = __popc(empty), own_mover = __popc(moved);
-            int sum_hole = own_hole, sum_mover = own_mover;
-#pragma unroll
-            for (int bit = 1; bit < 32; bit *= 2) {
-                const int h = __shfl_up_sync(ALL_LANES, sum_hole, bit);
-                const int m = __shfl_up_sync(ALL_LANES, sum_mover, bit);
-                sum_hole += lane >= bit ? h : 0;
-                sum_mover += lane >= bit ? m : 0;
-            }
-            int at = hole + sum_hole - own_hole;
-            if (empty) begins[page + __popc(filled & lanes_below(lane))] = reserved + at;
-            for (; empty; empty &= empty - 1, ++at) {
-                list[at].to = address;
-                list[at].to_slot = __ffs(empty) - 1;
-                list[at].to_rung = r;
-            }
-            at = mover + sum_mover - own_mover;
-            for (; moved; moved &= moved - 1, ++at) {
-                list[at].from = address;
-                list[at].from_slot = __ffs(moved) - 1;
-                list[at].from_rung = r;
-                list[at].token = bh;
-            }
-            hole += __shfl_sync(ALL_LANES, sum_hole, 31);
-            mover += __shfl_sync(ALL_LANES, sum_mover, 31);
-            page += __popc(filled);
-        },
-        no_quad);
+    list_closing_moves(of, at, reserved, list, begins);
+}
+
+// Moves tokens of a class of stored ones: those that leave it, then those that stay and fill holes.
+__device__ void move_stored(const StoredClass& of, Move* moves, Scratch& shared) {
+    const Plan& p = of.p;
+    const int leaving = p.leaving(of.g, of.r);
+    const u32* const starts = p.call.starts + (p.group(of.g) * p.classes + of.r) * KEYS;
+    for (int w = 0; w < MOVE_WARPS; ++w) shared.counters[w][threadIdx.x] = 0;
+    if (threadIdx.x < 3 * MOVE_WARPS) (&shared.kinds[0][0])[threadIdx.x] = 0;
+    if (threadIdx.x == 0) {
+        find_targets(p, of.g, of.r, shared.targets);
+        shared.last = leaving ? last_key(starts, leaving) : -1;
+    }
+    __syncthreads();  // counters are zero, targets known
+    const int last = shared.last;
+    count_pages(of, leaving, last, shared);
+    __syncthreads();  // all pages and tokens are counted
+    if (leaving) start_ranks(starts, shared);
+    int partly;
+    settle_pages(of, leaving, last, moves, shared, partly);
+    if (!leaving && !p.drops() && partly <= 1) return;  // no hole is left
+    __syncwarp();                                       // the warp's pages have their masks
+    close_up(of, shared);
 }
 
 // Whether the pages of class r stay as they are, but for an empty one: no token leaves it, and all are full
@@ -309,19 +383,16 @@ __device__ __forceinline__ bool is_quiet(const Plan& p, int g, int r) {
     return kinds[1] <= 1 && kinds[2] <= 1 && p.leaving(g, r) == 0 && !p.drops();
 }
 
-__device__ void keep_quiet(const Plan& p, int g, int bh, int segment, int r, int start, int entries) {
-    const bool is_top = r == p.s.num_rungs - 1, extra = p.has_extra(g);
-    const u64 row = p.bh(bh) * p.s.entries;
-    const int warp = threadIdx.x / 32, each = (entries + 32 * MOVE_WARPS - 1) / (32 * MOVE_WARPS) * 32;
-    visit_pages(
-        p, bh, segment, start + min(entries, warp * each), start + min(entries, (warp + 1) * each), false,
-        [&](int entry, bool mine, int count) {
-            if (!mine) return;
-            const bool drop = count == 0 && !(is_top && extra);
-            p.call.after[row + entry] = drop ? DROPPED : count;
-            if (is_top && count < PAGE && !drop) p.call.role[p.group(g) * 2 + (count == 0)] = entry;
-        },
-        [](const PairOfPages&) {});
+// Says of each page of a quiet class what it will hold: what it holds.
+__device__ void keep_quiet(const StoredClass& of) {
+    const Plan& p = of.p;
+    const bool extra = p.has_extra(of.g);
+    of.visit([&](int entry, bool mine, int count) {
+        if (!mine) return;
+        const bool drop = count == 0 && !(of.is_top() && extra);
+        p.call.after[of.row + entry] = drop ? DROPPED : count;
+        if (of.is_top() && count < PAGE && !drop) p.call.role[p.group(of.g) * 2 + (count == 0)] = entry;
+    });
 }
 
 extern "C" __global__ void __launch_bounds__(MOVE_THREADS, 3)
@@ -347,10 +418,11 @@ extern "C" __global__ void __launch_bounds__(MOVE_THREADS, 3)
     if (!p.pages(g, r)) return;
     int start = 0, entries = 0;
     for (int c = 0; c <= r; ++c) start += entries, entries = p.entries_before(bh, c);
+    const StoredClass of(p, g, bh, segment, r, start, entries);
     if (is_quiet(p, g, r))
-        keep_quiet(p, g, bh, segment, r, start, entries);
+        keep_quiet(of);
     else
-        move_stored(p, g, bh, segment, r, start, entries, moves, shared);
+        move_stored(of, moves, shared);
 }
 
 // gate: BF16=0 registers<=80

@@ -62,9 +62,10 @@ _FREEZE = np.dtype(
 _ROWS = np.dtype(
     [
         *((name, "u8") for name in ("from", "to", "sources", "rows", "origins", "kept")),
-        *((name, "u8") for name in ("free_numbers", "copies", "num_copies")),
-        *((name, "i4") for name in ("capacity", "head_dim")),
-    ]
+        *((name, "u8") for name in ("free_numbers", "copies", "num_copies", "pairs")),
+        *((name, "i4") for name in ("capacity", "head_dim", "num_pairs")),
+    ],
+    align=True,
 )
 _NEW, _QUERY, _STORED = (_APPEND.fields[name][1] for name in ("new_tokens", "q", "has_stored"))  # type: ignore[index]
 _WRITE_NEW, _WRITE_QUERY = struct.Struct("4Q6q").pack_into, struct.Struct("3Q3q").pack_into
@@ -263,17 +264,19 @@ def crop_rows(
 
 
 def take_rows(
-    head_dim: int, dtype: str, device: int, addresses: Sequence[int], capacity: int, layers: int,
-    stream: int, *, in_place: bool, in_blocks: bool = False,
+    head_dim: int, dtype: str, device: int, addresses: Sequence[int], capacity: int, num_pairs: int,
+    layers: int, stream: int, *, in_place: bool, in_blocks: bool = False,
 ) -> None:  # fmt: skip
     """Let rows of some layers take over the pages of others; see `kvlab.cache.store`.
 
     Parameters
     ----------
     addresses : sequence of int
-        As in `Rows` of pages/rows.cu, from `from` to `num_copies`.
+        As in `Rows` of pages/rows.cu, from `from` to `pairs`.
     capacity : int
         Pages of a layer that the lists take.
+    num_pairs : int
+        Of rows in `pairs`.
     in_place : bool
         As in `RowMove`.
     in_blocks : bool
@@ -281,7 +284,7 @@ def take_rows(
     """
     call = np.zeros(1, _ROWS)
     call.view(np.uint64)[: len(addresses)] = addresses
-    call["capacity"], call["head_dim"] = capacity, head_dim
+    call["capacity"], call["head_dim"], call["num_pairs"] = capacity, head_dim, num_pairs
     if not capacity:
         return
     grid = _grid(capacity, layers, _FEW_BLOCKS * multiprocessors(device))

@@ -114,7 +114,7 @@ def test_of_other_rows(kernels: Kernels, what: str, options: dict[str, Any]) -> 
     cache, rng = make(**options), np.random.default_rng(9)
     step(cache, rng, 100)
     work, unchanged = ROWS[what], kept(cache)
-    assert fail_everywhere(allocating(kernels), NO_MEMORY, lambda: work(cache), unchanged) > 2
+    assert fail_everywhere(allocating(kernels), NO_MEMORY, lambda: work(cache), unchanged) >= 2
     assert cache.batch == {"repeat": 4, "select": 1}.get(what, 2)
 
 
