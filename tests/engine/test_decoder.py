@@ -17,6 +17,9 @@ from kvlab.engine.weights import Weights, draw, from_model
 from kvlab.errors import BudgetError
 from tests.engine.models import LLAMA, family, llama, neox
 
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 100.0, "factor": 2.0, "short_factor": [1.0] * 16,
+            "long_factor": [2.0] * 16, "original_max_position_embeddings": 16}  # fmt: skip
 SMALL = Geometry(2, 97, 64, 2, 1, 32, 32, 96, max_positions=200)
 
 
@@ -231,11 +234,8 @@ def test_weights_of_a_seed() -> None:
         (lambda: Decoder.from_pretrained("pythia-14m"), OSError, "which Decoder.from_config draws"),
         (lambda: Decoder.from_pretrained(neox(hidden_act="gelu_new")), NotImplementedError, "gelu_new"),
         (lambda: Decoder.from_pretrained(neox(hidden_size=80)), ValueError, "head_dim=20"),
-        (
-            lambda: Decoder.from_pretrained(llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0})),
-            NotImplementedError,
-            "dynamic",
-        ),
+        (lambda: Decoder.from_pretrained(llama(rope_parameters=DYNAMIC)), NotImplementedError, "dynamic"),
+        (lambda: Decoder.from_pretrained(llama(rope_parameters=LONGROPE)), NotImplementedError, "longrope"),
     ],
 )
 def test_what_is_refused(call: Callable[[], Any], error: type[Exception], message: str) -> None:
