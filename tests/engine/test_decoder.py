@@ -15,6 +15,7 @@ from kvlab.engine.geometry import PUBLISHED, Geometry, published
 from kvlab.engine.sampling import Sampling
 from kvlab.engine.weights import Weights, draw, from_model
 from kvlab.errors import BudgetError
+from kvlab.ladder import BITS_IN_BLOCKS, BITS_OF_WIDTHS
 from tests.engine.models import LLAMA, family, llama, neox
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}
@@ -124,6 +125,21 @@ def test_a_budget_holds_and_costs_little() -> None:
     want, got = exact.prefill(tokens), packed.prefill(tokens)
     assert packed.cache.nbytes <= 0.6 * 200 * 2 * 2 * 32 * 2 < exact.cache.nbytes / 0.7
     assert 0 < np.abs(got - want).max() < 0.3 * np.abs(want).max()
+
+
+HEADS_OF_64 = Geometry(1, 97, 64, 2, 1, 64, 64, 96, max_positions=1024)
+
+
+@pytest.mark.parametrize(
+    ("max_seqlen", "budget", "bits"),
+    [(1024, 0.3, BITS_IN_BLOCKS), (330, 0.3, BITS_IN_BLOCKS), (300, 0.3, BITS_OF_WIDTHS),
+     (64, "64KiB", BITS_IN_BLOCKS), (64, "16KiB", BITS_OF_WIDTHS)],
+)  # fmt: skip
+def test_profiles_are_for_rows_whose_first_tokens_can_wait(max_seqlen: int, budget: Any, bits: Any) -> None:
+    """96 tokens of 256 bytes: a frame of fewer tokens, in a short text, cost 7 to 90 times the divergence."""
+    decoder = Decoder(draw(HEADS_OF_64, 1e4, 1, "float16"), max_seqlen=max_seqlen, cache_budget=budget)
+    assert decoder.cache is not None
+    assert decoder.cache.bits == bits
 
 
 def test_options_of_the_cache_reach_it() -> None:
