@@ -119,7 +119,11 @@ def generate(
     top_p: Annotated[float, typer.Option(min=0, max=1, help="Then among those that reach this.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="Of the draws.")] = 0,
     budget: Annotated[
-        str | None, typer.Option(help="Budget of the KV cache: 0.3, 4.25bpe, 6GiB; default none.")
+        str | None,
+        typer.Option(
+            help="Budget of the KV cache: 0.3 or 4.25bpe, of what --prompt and --max-new-tokens take; 6GiB; "
+            "default none."
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: Json = False,
