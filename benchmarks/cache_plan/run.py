@@ -92,12 +92,12 @@ class Model:
         self.host = LayerFormat(ladder, heads, HEAD_DIM, "bfloat16")
         costs = tuple(self.host.page_bytes(r) for r in range(len(ladder)))
         self.ladder = Ladder(costs, tuple(map(loss_of, ladder)))
-        self.share = int(fraction * 4 * heads * HEAD_DIM * (self.window or tokens))
+        self.row_budget = int(fraction * 4 * heads * HEAD_DIM * (self.window or tokens))
         like = torch.empty(1, device="cuda")
         of_layers = [Layer(self.host, 0, "mass", self.window, frame={})] * layers
-        shares, waits = [self.share] * layers, [False] * layers
-        self.store = DeviceStore(of_layers, batch, GPU, like, tokens + 1024, shares, waits)
-        self.store.tables["budget"].fill_(self.share)
+        row_budgets, waits = [self.row_budget] * layers, [False] * layers
+        self.store = DeviceStore(of_layers, batch, GPU, like, tokens + 1024, row_budgets, waits)
+        self.store.tables["budget"].fill_(self.row_budget)
         self.like, self.stream = like, torch.cuda.current_stream().cuda_stream
         rng = np.random.default_rng(0)
         self.mass = torch.from_numpy(rng.lognormal(-np.log(tokens), 1.5, batch * heads * tokens)).cuda()
@@ -161,7 +161,7 @@ class Model:
     def check(self) -> None:
         torch.cuda.synchronize()
         assert not bool(self.store.tables["status"].any())
-        assert max(self.store.nbytes()) <= self.batch * self.share
+        assert max(self.store.nbytes()) <= self.batch * self.row_budget
 
     def decode(self, cycles: int) -> dict[str, float]:
         bounds = crop_bounds(self.shape(0), self.ladder, QUAD * TOKENS_PER_PAGE, 0)

@@ -78,7 +78,7 @@ class DeviceCache:
         windows = [layer.sliding_window for layer in layers if layer.sliding_window]
         self.max_new = min([MAX_NEW, *windows])  # tokens of a step that all see each other
         self.observes = [layer.observes for layer in layers]
-        self.generation = 0
+        self.memory_epoch = 0
         self.make(batch, capacity, row_budgets_of)
         self.store.clear_arenas()
 
@@ -110,7 +110,7 @@ class DeviceCache:
         """Work on the pages of a reallocator from now on."""
         self.reallocator, settings = reallocator, self.settings
         self.store, self.kernels = reallocator.store, reallocator.kernels
-        self.generation += 1
+        self.memory_epoch += 1
         heads = settings.num_heads_q
         decay = settings.ema_decay if settings.function is None else 0.0  # only what was received last counts
         self.collector = Collector(self.kernels, heads, settings.importance, decay)

@@ -18,7 +18,7 @@ def command(
     budget: Annotated[float, typer.Option(help="Fraction of the float16 bytes.")] = 0.5,
     bits: Annotated[
         str,
-        typer.Option(help="Widths in use; default: those of caches, without packing one width each."),
+        typer.Option(help="Widths, as 2,4,8; default: a cache's own ladder, with profiles if it is packed."),
     ] = "default",
     context_length: Annotated[
         int, typer.Option(parser=size, metavar="SIZE", help="Tokens in the cache.")
@@ -26,24 +26,28 @@ def command(
     use_bit_packing: Annotated[
         bool,
         typer.Option(
-            "--use-bit-packing/--no-bit-packing", help="Without: the same allocation, one code a byte."
+            "--use-bit-packing/--no-bit-packing",
+            help="Store codes packed, or with the same allocation one code a byte.",
         ),
     ] = True,
     device: Annotated[
         str, typer.Option(help="Where the model reads and attention is timed: cpu, cuda or cuda:0.")
     ] = "cpu",
     num_samples: Annotated[
-        int, typer.Option(min=0, help="Windows of text to score; 0: as many as make 8,192 scored tokens.")
+        int, typer.Option(min=0, help="Windows of text to score; 0: enough for 8,192 scored tokens.")
     ] = 0,
-    num_layers: Annotated[int | None, typer.Option(help="With the next three: synthetic data.")] = None,
+    num_layers: Annotated[
+        int | None,
+        typer.Option(help="Layers; with the next three options keys and values are synthetic."),
+    ] = None,
     num_heads: Annotated[int | None, typer.Option(help="Query heads.")] = None,
     num_kv_heads: Annotated[
         int | None, typer.Option(help="KV heads; default: as many as query heads.")
     ] = None,
-    head_dim: Annotated[int | None, typer.Option(help="Elements of a key.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Channels of a head.")] = None,
     seed: Annotated[int, typer.Option(help="Of synthetic data.")] = 0,
     tasks: Annotated[
-        str, typer.Option(help="Only quality, by tasks beside opponents of about the same bytes; see below.")
+        str, typer.Option(help="Only quality, by tasks (above), beside opponents of about the same bytes.")
     ] = "",
     as_json: Json = False,
     output: Annotated[

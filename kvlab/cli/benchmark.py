@@ -23,12 +23,21 @@ def command(
         ),
     ],
     device: Annotated[
-        str, typer.Option(help="Where: cpu, cuda, or auto: both, where there is a GPU.")
+        str, typer.Option(help="cpu, cuda, or auto: the CPU, and a GPU where there is one.")
     ] = "cpu",
     array_size: Annotated[
-        int, typer.Option("--size", parser=size, metavar="SIZE", help="Bytes of an array (packing, codec).")
+        int,
+        typer.Option(
+            "--size",
+            parser=size,
+            metavar="SIZE",
+            show_default="256MiB",
+            help="Bytes of an array (packing, codec).",
+        ),
     ] = 256 * 2**20,
-    threads: Annotated[int | None, typer.Option(help="Threads on the CPU; default 2, if it has two.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="Threads on the CPU; default: 2, or as many as there are.")
+    ] = None,
     repeats: Annotated[
         int,
         typer.Option(
@@ -46,11 +55,11 @@ def command(
     seqlens: Annotated[
         str,
         typer.Option(
-            help="grouped: tokens, up to 128K, divided by commas. [default: 512,1K; on cuda 4K to 32K]",
+            help="grouped: tokens, up to 128K, separated by commas. [default: 512,1K; on cuda 4K to 32K]",
             show_default=False,
         ),
     ] = "",
-    num_groups: Annotated[str, typer.Option(help="grouped: groups, 1 to 16, divided by commas.")] = "2",
+    num_groups: Annotated[str, typer.Option(help="grouped: groups, 1 to 16, separated by commas.")] = "2",
     config: Annotated[str, typer.Option(help="grouped: heads, of llama3-8b or llama3-70b.")] = "llama3-8b",
     min_vram: MinVram = 0.0,
     release: Release = False,

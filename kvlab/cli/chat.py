@@ -29,14 +29,19 @@ def command(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 256,
     max_seqlen: Annotated[int, typer.Option(min=2, help="Tokens of the whole talk at most.")] = 2048,
-    temperature: Annotated[float, typer.Option(min=0, help="0: the likeliest tokens.")] = 0.7,
-    top_p: Annotated[float, typer.Option(min=0, max=1, help="Draw among those that reach this.")] = 0.9,
-    seed: Annotated[int, typer.Option(min=0, help="Of the draws.")] = 0,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.7,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            min=0, max=1, help="Draw among the likeliest tokens whose probabilities add up to this."
+        ),
+    ] = 0.9,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the draws.")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: Json = False,
     output: Output = None,
 ) -> None:
-    """Answer what is typed, line by line, until the input ends or the talk is as long as it may be.
+    """Talk with a model: answer line by line, until the input ends or the talk has --max-seqlen tokens.
 
     Below each answer a line says how fast it comes and what the cache takes; on a terminal it is live.
 

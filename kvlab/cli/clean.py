@@ -22,7 +22,7 @@ def command(
     """List compiled kernels and results of kvlab on disk, and delete them with --yes.
 
     Kernels are compiled again when they are needed. Only what kvlab wrote is listed, and only what is listed
-    is deleted. Kept kernels go by their content, so no target but `all` can be told apart.
+    is deleted. Compiled kernels are kept by content, so `all` is the only target.
 
     Example: kvlab clean --results results --yes
     """

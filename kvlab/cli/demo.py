@@ -46,7 +46,7 @@ def command(
         typer.Option(parser=size, metavar="SIZE", help="Tokens to score; default 4000, with --full 40000."),
     ] = None,
     budgets: Annotated[
-        str, typer.Option(help="Budgets of the mixed caches: fractions of float16, divided by commas.")
+        str, typer.Option(help="Budgets of the mixed caches: fractions of float16, separated by commas.")
     ] = BUDGETS,
     groups: Annotated[
         str | None,

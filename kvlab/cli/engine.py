@@ -114,15 +114,17 @@ def generate(
     ],
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens at most.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0, help="0: the likeliest tokens.")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.0,
     top_k: Annotated[int, typer.Option(min=0, help="Draw among so many of the likeliest; 0: all.")] = 0,
-    top_p: Annotated[float, typer.Option(min=0, max=1, help="Then among those that reach this.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of the draws.")] = 0,
+    top_p: Annotated[
+        float, typer.Option(min=0, max=1, help="Then among those whose probabilities add up to this.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the draws.")] = 0,
     budget: Annotated[
         str | None,
         typer.Option(
             help="Budget of the KV cache: 0.3 or 4.25bpe, of what --prompt and --max-new-tokens take; 6GiB; "
-            "default none."
+            "default: none, 16 bits."
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",

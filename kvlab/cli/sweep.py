@@ -33,16 +33,27 @@ Cases = Annotated[str | None, typer.Option(help="Only these cases, for example 3
 @group.command()
 def plan(
     folder: Folder,
-    budgets: Annotated[str, typer.Option(help="Fractions of float16.")] = "0.2 0.3 0.4 0.5 0.6 0.7",
-    bits: Annotated[str, typer.Option(help="Ladders, divided by spaces.")] = "2,3,4,8 4,8 2,4,8",
-    contexts: Annotated[str, typer.Option(help="Tokens in the cache.")] = "512 1K 2K 4K 8K",
+    budgets: Annotated[
+        str, typer.Option(help="Fractions of the float16 bytes, separated by spaces.")
+    ] = "0.2 0.3 0.4 0.5 0.6 0.7",
+    bits: Annotated[str, typer.Option(help="Ladders, separated by spaces.")] = "2,3,4,8 4,8 2,4,8",
+    contexts: Annotated[
+        str, typer.Option(help="Tokens in the cache, separated by spaces.")
+    ] = "512 1K 2K 4K 8K",
     packing: Annotated[str, typer.Option(help="true, false or both.")] = "true false",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    num_samples: Annotated[int, typer.Option(min=0, help="As for kvlab ablate.")] = 0,
-    num_layers: Annotated[int | None, typer.Option(help="With the next three: synthetic data.")] = None,
+    num_samples: Annotated[
+        int, typer.Option(min=0, help="Windows of text to score; 0: enough for 8,192 scored tokens.")
+    ] = 0,
+    num_layers: Annotated[
+        int | None,
+        typer.Option(help="Layers; with the next three options keys and values are synthetic."),
+    ] = None,
     num_heads: Annotated[int | None, typer.Option(help="Query heads.")] = None,
-    num_kv_heads: Annotated[int | None, typer.Option(help="KV heads.")] = None,
-    head_dim: Annotated[int | None, typer.Option(help="Elements of a key.")] = None,
+    num_kv_heads: Annotated[
+        int | None, typer.Option(help="KV heads; default: as many as query heads.")
+    ] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Channels of a head.")] = None,
     as_json: Json = False,
     output: Output = None,
 ) -> None:
@@ -143,7 +154,7 @@ def run(
 
 @group.command()
 def status(folder: Folder, as_json: Json = False, output: Output = None) -> None:
-    """Say how far a sweep is.
+    """Count the cases that are done, failed and left.
 
     Example: kvlab sweep status results/first
     """

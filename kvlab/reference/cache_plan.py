@@ -253,10 +253,10 @@ def _count(layer: Layer, new: Tokens | None, rules: Rules) -> list[Group]:
     return groups
 
 
-def _chunk_weights(blocks: list[tuple[int, Ints]], share: int) -> NDArray[np.float32]:
+def _chunk_weights(blocks: list[tuple[int, Ints]], floor: int) -> NDArray[np.float32]:
     """Weight of each chunk of a class: exact sums, rounded once; that of fewer tokens as if it had 16."""
     keys = np.sort(np.concatenate([key for _, key in blocks] or [np.empty(0, np.int64)]))
-    weights = _WEIGHT[keys[(keys >= 0) & (keys < WINDOW)]] + np.uint64(share)
+    weights = _WEIGHT[keys[(keys >= 0) & (keys < WINDOW)]] + np.uint64(floor)
     full = weights[: len(weights) // PAGE * PAGE].reshape(-1, PAGE)
     rest = weights[full.size :]
     found: NDArray[np.float32] = full.sum(1, dtype=np.uint64).astype(np.float32)
@@ -314,8 +314,8 @@ def _choose(
     levels = len(ladder.cost)
     highest = levels - 1 - (rules.window > 0)
     classes = [(g, c) for g in groups for c in range(len(g.chunks))]
-    share = rules.floor // max(rules.seqlen - max(rules.oldest, 0), 1)
-    weights = [_chunk_weights(g.blocks[c], share)[: g.chunks[c]] for g, c in classes]
+    floor = rules.floor // max(rules.seqlen - max(rules.oldest, 0), 1)
+    weights = [_chunk_weights(g.blocks[c], floor)[: g.chunks[c]] for g, c in classes]
     ceilings = [np.full(g.chunks[c], min(c + layer.evicts, highest)) for g, c in classes]
     weight, ceiling = np.concatenate(weights), np.concatenate(ceilings)
     chosen = choose(weight, ceiling, ladder, bytes_left)
@@ -351,10 +351,10 @@ def _allocate(layer: Layer, groups: list[Group], most: int) -> bool:
     wanted = [sum(count(g, r) for g in groups) for r in rungs]
     whole = sum(wanted) <= most and sum(slabs_needed(wanted)) <= layer.num_free
     if not whole:
-        share = layer.num_free // len(layer.rungs)
+        slabs_each = layer.num_free // len(layer.rungs)
         left = [
             min(
-                (int(layer.slab_count[r]) + share) * layer.rungs[r].per_slab - int(layer.used[r]),
+                (int(layer.slab_count[r]) + slabs_each) * layer.rungs[r].per_slab - int(layer.used[r]),
                 most // len(layer.rungs),
             )
             for r in rungs

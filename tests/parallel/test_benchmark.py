@@ -25,7 +25,9 @@ def test_two_ranks_from_torchrun(tmp_path: Path) -> None:
     assert [sum(one["lengths"]) for one in found] == [64] * 5
     for one in found:
         assert one["ranks"] == 2
-        assert one["forward, share"] == pytest.approx(one["one device, forward, ms"] / 2 / one["forward, ms"])
+        assert one["forward, efficiency"] == pytest.approx(
+            one["one device, forward, ms"] / 2 / one["forward, ms"]
+        )
         longer, alone = (one[f"{name}, device, ms"] for name in ("longer by communication", "gathers alone"))
         assert alone > 0
         assert one["hidden"] == pytest.approx(1 - longer / alone)
@@ -47,8 +49,8 @@ def test_lengths_can_be_cut_for_every_rank(pattern: tuple[float, ...], ranks: in
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_the_model_of_a_step(backward: bool) -> None:
-    alone, share = step_seconds(1, 8192, backward=backward)
-    assert share == pytest.approx(1.0)
+    alone, efficiency = step_seconds(1, 8192, backward=backward)
+    assert efficiency == pytest.approx(1.0)
     operations = 4 * 32 * 128 * 8192**2 / 2
     assert alone == pytest.approx(operations / 700e12 + backward * 2.5 * operations / 600e12)
     slow, little = step_seconds(8, 8192, gbytes=1.0, backward=backward)

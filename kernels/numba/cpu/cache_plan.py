@@ -142,12 +142,11 @@ def _count(tables, rules, new, groups):
 
 
 @allocating
-def _weigh(groups, share):
+def _weigh(groups, floor):
     """Return the weight of every chunk, exact sums rounded once; counts become starts.
 
-    Each token has `share` more than its importance.
-
-    A class has a chunk more than a page divides it if it has others; that weighs as if it filled a page.
+    Each token has `floor` more than its importance. Where a page does not divide a class, its last chunk has
+    fewer tokens than a page; that chunk weighs as if it were full.
     """
     number, (num_groups, classes) = 0, groups.tokens.shape
     for g in range(num_groups):
@@ -169,7 +168,7 @@ def _weigh(groups, share):
                 before += n
                 while n > 0 and key < WINDOW:
                     part = min(n, left)
-                    weight += np.uint64(part) * (_WEIGHT[key] + share)
+                    weight += np.uint64(part) * (_WEIGHT[key] + floor)
                     n, left = n - part, left - part
                     if left == 0:
                         weights[chunk] = np.float32(weight)

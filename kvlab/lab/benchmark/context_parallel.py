@@ -1,14 +1,18 @@
-"""How much of its ranks' speed attention over them keeps.
+"""The parallel efficiency of attention over several ranks, and how much communication is hidden.
 
     torchrun --nproc_per_node=N -m kvlab.parallel.benchmark
 
-Every rank holds the same number of tokens. A *share* is the time of the whole attention on one device, while
-all ranks are busy with it, over ranks times the time of all ranks together: 1 is N times the speed of one.
-*Hidden* is the part of the time of all gathers alone by which the forward is not longer than without
-communication; on GPUs by their own clocks, without the host, as the median of many differences, with its
-standard error. All other times are those of loops, the host's part among them. Times are those of the slowest
-rank, medians of rounds in which contestants take turns, back and forth. Beside them run, on GPUs, torch's
-context_parallel over cuDNN and, where it is installed, ring-flash-attn over kvlab's attention.
+Every rank holds the same number of tokens. *Efficiency* is t(1) / (N t(N)): t(1) is the time of the whole
+attention on one device, while all ranks are busy with it, t(N) that of N ranks together. 1 is N times the
+speed of one.
+
+*Hidden* is the part of the communication that costs no time: 1 - (time of the forward less its time without
+communication) / (time of all gathers alone). On GPUs it is measured by their own clocks, without the host, as
+the median of many differences, with its standard error. All other times are those of loops, the host's part
+among them. Times are those of the slowest rank, medians of rounds in which contestants take turns.
+
+On GPUs torch's context_parallel over cuDNN runs beside them and, where it is installed, ring-flash-attn over
+kvlab's attention.
 
 ``--model`` computes instead what `step_seconds` says of larger groups.
 """
@@ -83,7 +87,7 @@ def step_seconds(
     gbytes: float = 290.0,
     backward: bool = False,
 ) -> tuple[float, float]:
-    """Return the time of a causal zigzag-llama3 step, and its share of the ranks' speed, by a model.
+    """Return the time of a causal zigzag-llama3 step, and its parallel efficiency, by a model.
 
     A stride of heads is computed while the keys of the next are gathered; the first gather hides behind a
     rank's own keys, 1 / ranks of a stride's work. The backward computes 2.5 times as much, gathers again, and
@@ -105,8 +109,8 @@ def step_seconds(
 
     Examples
     --------
-    >>> seconds, share = step_seconds(2, 8192)
-    >>> round(1e3 * seconds, 2), round(share, 2)
+    >>> seconds, efficiency = step_seconds(2, 8192)
+    >>> round(1e3 * seconds, 2), round(efficiency, 2)
     (1.57, 1.0)
     """
     total = tokens * ranks
@@ -352,7 +356,7 @@ class _Timer:
 
 
 def _measure(case: _Case, repeats: int, least: float) -> dict[str, float]:
-    """Median milliseconds by name, shares, and how much of the gathers is hidden."""
+    """Median milliseconds by name, efficiencies, and how much of the gathers is hidden."""
     calls, rounds, timer = case.calls(), [], _Timer(case.device, least)
     for contestant in calls.values():
         with contestant.context():
@@ -367,7 +371,7 @@ def _measure(case: _Case, repeats: int, least: float) -> dict[str, float]:
             found[f"{name}{what}, ms"] = 1e3 * statistics.median(one[name][n] for one in rounds)
     if case.shard.world_size > 1:
         found |= _hidden(timer, calls, found, 3 * repeats)
-    return found | _shares([found], case.shard.world_size)
+    return found | _efficiencies([found], case.shard.world_size)
 
 
 def _hidden(
@@ -394,7 +398,7 @@ def _hidden(
     }
 
 
-def _shares(cases: list[dict[str, float]], ranks: int) -> dict[str, float]:
+def _efficiencies(cases: list[dict[str, float]], ranks: int) -> dict[str, float]:
     """Of several cases together: how much of the speed of so many devices each contestant keeps."""
     found = {}
     for what in ("forward", "both"):
@@ -402,7 +406,7 @@ def _shares(cases: list[dict[str, float]], ranks: int) -> dict[str, float]:
             name = f"{peer}{what}, ms"
             if all(name in case for case in cases):
                 one = sum(case[f"one device, {what}, ms"] for case in cases)
-                found[f"{peer}{what}, share"] = one / ranks / sum(case[name] for case in cases)
+                found[f"{peer}{what}, efficiency"] = one / ranks / sum(case[name] for case in cases)
     return found
 
 
@@ -412,18 +416,18 @@ def _print_model(options: argparse.Namespace) -> None:
     print(f"by the model, {rates}, {heads_q} heads on {heads_kv}:")
     for tokens in options.tokens:
         for ranks in (2, 4, 8, 64, 512):
-            shares = []
+            efficiencies = []
             for backward in (False, True):
-                seconds, share = step_seconds(
+                seconds, efficiency = step_seconds(
                     ranks, tokens, heads=heads_q, heads_kv=heads_kv, head_dim=options.head_dim,
                     strides=-(-heads_kv // options.stride), tflops=options.tflops,
                     backward_tflops=options.backward_tflops, gbytes=options.gbytes,
                     backward=backward,
                 )  # fmt: skip
-                shares.append(
-                    f"{'both' if backward else 'forward'} {1e3 * seconds:.2f} ms, share {share:.2f}"
+                efficiencies.append(
+                    f"{'both' if backward else 'forward'} {1e3 * seconds:.2f} ms, efficiency {efficiency:.2f}"
                 )
-            print(f"{tokens} tokens on each of {ranks} ranks: {'; '.join(shares)}")
+            print(f"{tokens} tokens on each of {ranks} ranks: {'; '.join(efficiencies)}")
 
 
 def _print(head: str, found: dict[str, Any]) -> None:
@@ -499,7 +503,7 @@ def main(arguments: list[str] | None = None) -> int:
                 results.append({"ranks": ranks, "lengths": lengths, **found})
                 if rank == 0:
                     _print(f"{ranks} ranks, sequences of {', '.join(map(str, lengths))} tokens", found)
-            sets.append({"ranks": ranks, "tokens": tokens, "set": name, **_shares(of_set, ranks)})
+            sets.append({"ranks": ranks, "tokens": tokens, "set": name, **_efficiencies(of_set, ranks)})
             if rank == 0 and len(of_set) > 1:
                 _print(f"{ranks} ranks, {tokens} tokens of a rank, {name} lengths together", sets[-1])
             if rank == 0 and options.output:

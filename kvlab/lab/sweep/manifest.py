@@ -105,7 +105,9 @@ class Manifest:
         """
         paths = sorted(folder.glob("manifest-*.json"))
         if len(paths) != 1:
-            raise FormatError(f"{folder} holds {len(paths)} manifests; a sweep has one: kvlab sweep plan")
+            raise FormatError(
+                f"{folder} holds {len(paths)} manifests; kvlab sweep plan {folder} writes the one of a sweep"
+            )
         try:
             text = paths[0].read_text(encoding="utf-8")
             manifest = Manifest(tuple(map(AblationCase.from_dict, json.loads(text)["cases"])))

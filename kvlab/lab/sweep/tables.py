@@ -173,7 +173,9 @@ def query(sql: str, *folders: Path) -> tuple[list[str], list[tuple[Any, ...]]]:
     paths = [(folder / SUMMARY).with_suffix(".parquet") for folder in folders]
     for path in paths:
         if not path.exists():
-            raise FileNotFoundError(f"{path} is not there; kvlab sweep collect {path.parent} makes it")
+            raise FileNotFoundError(
+                f"{path} is not there; kvlab sweep collect {path.parent} writes it when the sweep has run"
+            )
     connection = _connection()
     connection.read_parquet(list(map(str, paths)), union_by_name=True).create_view("results")
     with needs_extra("lab", "kvlab report"):
