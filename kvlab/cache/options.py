@@ -224,12 +224,12 @@ class CacheOptions:
         token_nbytes = 2 * 2 * self.num_layers * self.num_heads_kv * self.head_dim
         return budget.nbytes is None or budget.nbytes >= max(self.batch, 1) * tokens * token_nbytes
 
-    def settings(self, rewind: int) -> Settings:
-        """The options that plans and steps need, with another `rewind`."""
+    def settings(self) -> Settings:
+        """The options that plans and steps need."""
         found: dict[str, Any] = {x.name: getattr(self, x.name, None) for x in fields(Settings)}
         if callable(self.importance):
             found |= {"function": self.importance, "importance": "attention"}
-        return Settings(**found | {"rewind": rewind})
+        return Settings(**found)
 
     def saved(self) -> dict[str, Any]:
         """All options that go with the cache to another machine, as JSON has them."""

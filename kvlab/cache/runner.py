@@ -489,7 +489,7 @@ class Runner(CacheOptions):
 
     def _make(self, executor: Any, like: Any, length: int) -> DeviceCache:
         """Take memory for an empty cache, with room for rows of a length."""
-        settings, capacity = self.settings(self._limit.rewind), self._capacity(length)
+        settings, capacity = self.settings(), self._capacity(length)
         row_budgets_of = partial(self._limit.row_budgets, batch=self.batch)
         return DeviceCache(self._layers, self.batch, settings, executor, like, capacity, row_budgets_of)
 
