@@ -19,9 +19,16 @@ from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
 from kvlab.arguments import flag
-from kvlab.ops.attention import attend
-from kvlab.ops.attention_backward import differentiate
-from kvlab.ops.attention_call import Options, checked_options, longest_of
+from kvlab.ops import attention as attention_op
+from kvlab.ops import attention_backward as attention_backward_op
+from kvlab.ops.attention_call import (
+    Call,
+    Options,
+    call_of,
+    checked_options,
+    longest_of,
+    repeated_call_of,
+)
 
 __all__ = ["attention", "attention_varlen", "with_contiguous_rows"]
 
@@ -30,6 +37,9 @@ Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Longest = tuple[int, int] | None
 Numbers = tuple[Longest, Options, bool]
 """The longest lengths of a call of variable length, options, and whether gradients are deterministic."""
+
+Known = tuple[Call, list[int]]
+"""A call and the addresses of its tensors, as `call_of` returns them."""
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -149,20 +159,24 @@ def with_contiguous_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def _run(tensors: tuple[Any, ...], numbers: Numbers, return_lse: bool) -> torch.Tensor | Two:
     """Compute in the cheapest way that torch can still differentiate and compile; numbers are checked."""
     q, k, v, *bounds = tensors
-    is_looked_at = _is_looked_at(tensors)
-    if is_looked_at or not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
-        tensors = *with_contiguous_rows(q, k, v), *bounds
-    if not is_looked_at:
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            record = _Recorded.apply if torch._C._are_functorch_transforms_active() else _record
-            recorded: torch.Tensor | Two = record(numbers, return_lse, *tensors)
-            return recorded
-        found: torch.Tensor | Two = attend(tensors, numbers[0], numbers[1], return_lse)
-        return found
     longest, options, deterministic = numbers
-    operator = _attention if longest is None else _varlen
-    out, lse = operator(*tensors, *(longest or ()), *options, deterministic)
-    return (out, lse) if return_lse else out
+    signature = attention_op.signature_of(longest)
+    # Tensors as in the call before need no other look.
+    known = None if is_compiling() else repeated_call_of(signature, tensors, options, longest)
+    if known is None:
+        q, k, v = with_contiguous_rows(q, k, v)
+        tensors = q, k, v, *bounds
+        if _is_looked_at(tensors):
+            operator = _attention if longest is None else _varlen
+            out, lse = operator(*tensors, *(longest or ()), *options, deterministic)
+            return (out, lse) if return_lse else out
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        record = _Recorded.apply if torch._C._are_functorch_transforms_active() else _record
+        recorded: torch.Tensor | Two = record(q, k, v, known, numbers, return_lse, *bounds)
+        return recorded
+    call, addresses = known or call_of(signature, tensors, None, options, longest)
+    found: torch.Tensor | Two = attention_op.compute(call, addresses, tensors, return_lse)
+    return found
 
 
 def _is_looked_at(tensors: tuple[Any, ...]) -> bool:
@@ -174,33 +188,52 @@ def _is_looked_at(tensors: tuple[Any, ...]) -> bool:
     )
 
 
-def _gradients(ctx: Any, dout: torch.Tensor | None) -> tuple[Any, ...]:
-    """Gradients of the tensors that are kept, but for out and lse."""
+def _gradients(ctx: Any, dout: torch.Tensor) -> Any:
+    """Gradients of q, k and v."""
     q, k, v, *others = ctx.saved_tensors
-    behind = [None] * (len(others) - 2)
-    if dout is None:
-        return None, None, None, *behind
     longest, options, deterministic = ctx.numbers
-    if dout.stride(-1) != 1 or dout.is_neg():
-        dout = dout.resolve_neg().contiguous()
     tensors = q, k, v, dout, *others
-    if _is_looked_at(tensors):
-        operator = _attention_backward if longest is None else _varlen_backward
-        return *operator(dout, q, k, v, *others, *(longest or ()), *options, deterministic), *behind
-    return *differentiate(tensors, longest, options, int(deterministic)), *behind
+    signature, extra = attention_backward_op.signature_of(longest), int(deterministic)
+    known = None if is_compiling() else repeated_call_of(signature, tensors, options, longest, extra)
+    if known is None:
+        if dout.stride(-1) != 1 or dout.is_neg():
+            dout = dout.resolve_neg().contiguous()
+            tensors = q, k, v, dout, *others
+        if _is_looked_at(tensors):
+            operator = _attention_backward if longest is None else _varlen_backward
+            return operator(dout, q, k, v, *others, *(longest or ()), *options, deterministic)
+        known = call_of(signature, tensors, None, options, longest, extra)
+    return attention_backward_op.compute(*known, tensors)
 
 
 _gradients_once = once_differentiable(_gradients)  # for a backward that is itself recorded
 
 
 class _Recorded(torch.autograd.Function):
-    """Attention as a node of autograd: its numbers, whether the log-sum-exp is wanted, and its tensors."""
+    """Attention as a node of autograd.
+
+    Its inputs are q, k and v, the call if known, numbers, whether the log-sum-exp is wanted, and cu_seqlens.
+    """
 
     @staticmethod
-    def forward(ctx: Any, numbers: Numbers, return_lse: bool, *tensors: torch.Tensor) -> torch.Tensor | Two:
-        out, lse = attend(tensors, numbers[0], numbers[1], True)
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        known: Known | None,
+        numbers: Numbers,
+        return_lse: bool,
+        *bounds: torch.Tensor,
+    ) -> torch.Tensor | Two:
+        tensors = q, k, v, *bounds
+        longest, options, _ = numbers
+        call, addresses = known or call_of(
+            attention_op.signature_of(longest), tensors, None, options, longest
+        )
+        out, lse = attention_op.compute(call, addresses, tensors, True)
         ctx.numbers = numbers
-        ctx.save_for_backward(*tensors[:3], out, lse, *tensors[3:])
+        ctx.save_for_backward(q, k, v, out, lse, *bounds)
         if not return_lse:
             return out  # type: ignore[no-any-return]
         ctx.mark_non_differentiable(lse)
@@ -208,10 +241,15 @@ class _Recorded(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, dout: torch.Tensor | None, *_: Any) -> Any:
+        if dout is None:
+            return _NO_GRADIENTS
         gradients = _gradients_once if torch.is_grad_enabled() else _gradients
-        return None, None, *gradients(ctx, dout)
+        return *gradients(ctx, dout), None, None, None, None, None
 
+
+_NO_GRADIENTS = (None,) * 8
+"""Of as many inputs as a `_Recorded` has at most: torch lets those go that are too many."""
 
 _record: Any = super(torch.autograd.Function, _Recorded).apply
 """`_Recorded.apply` but for what only torch.func needs, which takes 2 us."""
@@ -236,8 +274,8 @@ def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Two) -> None:
 
 
 def _differentiate(ctx: Any, dout: torch.Tensor | None, _dlse: Any) -> tuple[Any, ...]:
-    of_numbers = [None] * (6 if ctx.numbers[0] is None else 8)
-    return *_gradients(ctx, dout), *of_numbers
+    behind = [None] * (6 if ctx.numbers[0] is None else 10)  # numbers, and cu_seqlens
+    return *((None, None, None) if dout is None else _gradients(ctx, dout)), *behind
 
 
 # ---- fixed length
@@ -254,7 +292,7 @@ def _attend(
     softcap: float,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = attend((q, k, v), None, (causal, scale, left, right, softcap), True)
+    out, lse = attention_op.attend((q, k, v), None, (causal, scale, left, right, softcap), True)
     return out, lse
 
 
@@ -273,7 +311,9 @@ def _attend_backward(
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     options = causal, scale, left, right, softcap
-    dq, dk, dv = differentiate((q, k, v, dout, out, lse), None, options, int(deterministic))
+    dq, dk, dv = attention_backward_op.differentiate(
+        (q, k, v, dout, out, lse), None, options, int(deterministic)
+    )
     return dq, dk, dv
 
 
@@ -317,7 +357,7 @@ def _attend_varlen(
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     options, longest = (causal, scale, left, right, softcap), (max_seqlen_q, max_seqlen_k)
-    out, lse = attend((q, k, v, cu_seqlens_q, cu_seqlens_k), longest, options, True)
+    out, lse = attention_op.attend((q, k, v, cu_seqlens_q, cu_seqlens_k), longest, options, True)
     return out, lse
 
 
@@ -341,7 +381,7 @@ def _attend_varlen_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     options, longest = (causal, scale, left, right, softcap), (max_seqlen_q, max_seqlen_k)
     tensors = q, k, v, dout, out, lse, cu_seqlens_q, cu_seqlens_k
-    dq, dk, dv = differentiate(tensors, longest, options, int(deterministic))
+    dq, dk, dv = attention_backward_op.differentiate(tensors, longest, options, int(deterministic))
     return dq, dk, dv
 
 

@@ -28,6 +28,7 @@ from kvlab.ops.attention_call import (
     RAGGED_K,
     RAGGED_Q,
     SM_MARGIN,
+    Call,
     Options,
     Signature,
     call_of,
@@ -205,8 +206,18 @@ def differentiate(
 ) -> Any:
     """Gradients, given q, k, v, dout, out, lse and, with `longest`, cu_seqlens; numbers are checked, and
     `extra` is that of a `Call`."""
-    signature = _FIXED if longest is None else _VARLEN
-    call, addresses = call_of(signature, arrays, backend, options, longest, extra)
+    call, addresses = call_of(signature_of(longest), arrays, backend, options, longest, extra)
+    return compute(call, addresses, arrays)
+
+
+def signature_of(longest: tuple[int, int] | None) -> Signature:
+    """Return the signature of calls of fixed length, where there is no longest one, or of variable length."""
+    return _FIXED if longest is None else _VARLEN
+
+
+def compute(call: Call, addresses: Sequence[int], arrays: Sequence[Any]) -> Any:
+    """`differentiate`, of a call that is known."""
+    extra = call.extra
     if extra & FLOAT32_DK_DV and call.row.backend != "cuda" and call.dtype != "float32":
         raise NotImplementedError(
             f"float32_dk_dv=True: backend {call.row.backend!r} gives dk and dv in the dtype of {call.dtype} "

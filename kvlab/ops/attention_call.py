@@ -8,15 +8,23 @@ backend may remember what it makes of a `Call`, too.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvlab.arguments import LONGEST, flag, number, sides_of_window, whole_number
 from kvlab.arrays import Array, CudaView, Device, numpy_dtype, one_device
 from kvlab.device import enough_memory
-from kvlab.ops.array_kinds import Kind, device_of_kind, dtype_of_kind, kinds_of, view_of
+from kvlab.ops.array_kinds import (
+    Kind,
+    Repeated,
+    device_of_kind,
+    dtype_of_kind,
+    kinds_of,
+    view_of,
+)
 from kvlab.registry import Implementation, check_backend, choose, requirements_of
 from kvlab.shapes import check_heads, match_shapes
 
@@ -37,6 +45,7 @@ __all__ = [
     "call_of",
     "checked_options",
     "longest_of",
+    "repeated_call_of",
     "scores_of",
 ]
 
@@ -59,6 +68,10 @@ MAX_GROUPS = 16
 
 Options = tuple[bool, float | None, int, int, float]
 """causal, scale, both sides of the window, softcap: as given, but of these very types."""
+
+
+_USUAL = bool, None, tuple, float
+"""Type of causal, scale, and types of window and softcap: those of most calls."""
 
 
 class Signature:
@@ -131,6 +144,8 @@ class Call:
 
 def checked_options(causal: bool, scale: float | None, window: tuple[int, int], softcap: float) -> Options:
     """Check mask and score options."""
+    if (type(causal), scale, type(window), type(softcap)) == _USUAL and window == (-1, -1) and not softcap:
+        return causal, None, -1, -1, 0.0  # each check below is a call of Python
     return (
         flag(causal, "causal"),
         None if scale is None else number(scale, "scale"),
@@ -180,9 +195,32 @@ def call_of(
     list of int
         The addresses of the arrays, where they are on a GPU.
     """
-    kinds, addresses = kinds_of(arrays, signature.names)
     check_backend(backend)
-    return _call_of(signature, kinds, backend, options, longest, extra), addresses
+    torch = sys.modules.get("torch")
+    records = (
+        torch is not None and torch.is_grad_enabled()
+    )  # `kinds_of` refuses tensors that it cannot record
+    key = signature, options, longest, extra, backend, records
+    found = _repeated.find(key, arrays)
+    if found is None:
+        kinds, addresses = kinds_of(arrays, signature.names)
+        found = _call_of(signature, kinds, backend, options, longest, extra), addresses
+        _repeated.keep(key, arrays, addresses, found[0])
+    return found
+
+
+def repeated_call_of(
+    signature: Signature,
+    tensors: Sequence[Any],
+    options: Options,
+    longest: tuple[int, int] | None,
+    extra: int = 0,
+) -> tuple[Call, list[int]] | None:
+    """Return what `call_of` returned last for such tensors without recording, None if it may be another."""
+    return _repeated.find((signature, options, longest, extra, None, False), tensors)
+
+
+_repeated: Repeated[Call] = Repeated()
 
 
 @lru_cache(maxsize=4096)
