@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from operator import or_
 from typing import Any, Generic, TypeVar
@@ -82,49 +82,40 @@ CallT = TypeVar("CallT")
 
 
 class Repeated(Generic[CallT]):
-    """Calls whose tensors are as in the last one, found without a look at each from Python.
+    """A call that comes again with tensors as they were, noticed without a look at each from Python.
 
     torch compares types, dtypes, devices, shapes, strides and all that its dispatcher knows of tensors in a
-    tenth of the time that `kinds_of` takes. What it compares with are the tensors of the call last kept for a
-    key, once that call has come twice in a row.
+    tenth of the time that `kinds_of` takes. What it compares with are the tensors of the call last kept, once
+    that call has come twice in a row.
     """
 
     def __init__(self) -> None:
-        self._last: dict[Hashable, tuple[CallT, Callable[..., bool]]] = {}
+        self._last: tuple[CallT | None, Callable[..., bool], Any] = None, _never, None
 
-    def find(self, key: Hashable, arrays: Sequence[Any]) -> tuple[CallT, list[int]] | None:
-        """Return the call kept for a key and the addresses of its arrays, if these are as in that call."""
-        last = self._last.get(key)
-        if last is None or not last[1](*arrays):
+    def find(self, arrays: Sequence[Any]) -> tuple[CallT, list[int]] | None:
+        """Return the call last kept and the addresses of its arrays, if these are as they were."""
+        call, are_alike, address_of = self._last
+        if call is None or not are_alike(*arrays):
             return None
-        addresses = list(map(sys.modules["torch"].Tensor.data_ptr, arrays))
-        return None if reduce(or_, addresses) % ALIGNMENT else (last[0], addresses)
+        addresses = list(map(address_of, arrays))
+        return None if reduce(or_, addresses) % ALIGNMENT else (call, addresses)
 
-    def keep(self, key: Hashable, arrays: Sequence[Any], addresses: Sequence[int], call: CallT) -> None:
+    def keep(self, call: CallT, arrays: Sequence[Any], addresses: Sequence[int]) -> None:
         """Keep a call that was not found; equal calls must be one object."""
         torch = sys.modules.get("torch")
-        if torch is None or any(address % ALIGNMENT for address in addresses):
+        if torch is None or not all(isinstance(x, torch.Tensor) for x in arrays):
             return
-        last, are_alike = self._last.get(key), _never
-        if last is not None and last[0] is call and all(isinstance(x, torch.Tensor) for x in arrays):
+        are_alike = _never
+        if self._last[0] is call and not any(address % ALIGNMENT for address in addresses):
             are_alike = torch._C._dynamo.guards.TensorGuards(
                 *arrays, dynamic_dims_sizes=[list(x.shape) for x in arrays],
                 dynamic_dims_strides=[list(x.stride()) for x in arrays],
             ).check  # fmt: skip
-        if len(self._last) >= _MOST_KEYS:
-            self._last.clear()
-        self._last[key] = call, are_alike
-
-    def cache_clear(self) -> None:
-        """Keep nothing."""
-        self._last.clear()
+        self._last = call, are_alike, torch.Tensor.data_ptr
 
 
 def _never(*_arrays: Any) -> bool:
     return False
-
-
-_MOST_KEYS = 1024
 
 
 def _other_kind(x: Any, name: str) -> tuple[Kind, int]:

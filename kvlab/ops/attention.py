@@ -16,6 +16,7 @@ from kvlab.arguments import LONGEST, flag, whole_number
 from kvlab.arrays import Array, ArrayT, common_device, dtype_name
 from kvlab.ops.attention_call import (
     BOUNDS,
+    EVERYWHERE,
     OF_K,
     OF_Q,
     RAGGED_K,
@@ -88,7 +89,7 @@ def attention(
     *,
     causal: bool = False,
     scale: float | None = None,
-    window: tuple[int, int] = (-1, -1),
+    window: tuple[int, int] = EVERYWHERE,
     softcap: float = 0.0,
     return_lse: bool = False,
     sm_margin: int = 0,
@@ -180,7 +181,7 @@ def attention_varlen(
     *,
     causal: bool = False,
     scale: float | None = None,
-    window: tuple[int, int] = (-1, -1),
+    window: tuple[int, int] = EVERYWHERE,
     softcap: float = 0.0,
     return_lse: bool = False,
     sm_margin: int = 0,

@@ -22,6 +22,7 @@ from kvlab.arrays import Array, ArrayT
 from kvlab.ops.attention import CUDA_REQUIREMENTS, NUMBA_REQUIREMENTS, REFERENCE_REQUIREMENTS, REQUIREMENTS
 from kvlab.ops.attention_call import (
     BOUNDS,
+    EVERYWHERE,
     FLOAT32_DK_DV,
     OF_K,
     OF_Q,
@@ -74,7 +75,7 @@ def attention_backward(
     *,
     causal: bool = False,
     scale: float | None = None,
-    window: tuple[int, int] = (-1, -1),
+    window: tuple[int, int] = EVERYWHERE,
     softcap: float = 0.0,
     deterministic: bool = False,
     float32_dk_dv: bool = False,
@@ -148,7 +149,7 @@ def attention_varlen_backward(
     *,
     causal: bool = False,
     scale: float | None = None,
-    window: tuple[int, int] = (-1, -1),
+    window: tuple[int, int] = EVERYWHERE,
     softcap: float = 0.0,
     deterministic: bool = False,
     float32_dk_dv: bool = False,

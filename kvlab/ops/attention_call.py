@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvlab.arguments import LONGEST, flag, number, sides_of_window, whole_number
 from kvlab.arrays import Array, CudaView, Device, numpy_dtype, one_device
@@ -30,6 +30,7 @@ from kvlab.shapes import check_heads, match_shapes
 
 __all__ = [
     "BOUNDS",
+    "EVERYWHERE",
     "FLOAT32_DK_DV",
     "MAX_GROUPS",
     "OF_K",
@@ -45,7 +46,7 @@ __all__ = [
     "call_of",
     "checked_options",
     "longest_of",
-    "repeated_call_of",
+    "repeated_call",
     "scores_of",
 ]
 
@@ -70,8 +71,8 @@ Options = tuple[bool, float | None, int, int, float]
 """causal, scale, both sides of the window, softcap: as given, but of these very types."""
 
 
-_USUAL = bool, None, tuple, float
-"""Type of causal, scale, and types of window and softcap: those of most calls."""
+EVERYWHERE = (-1, -1)
+"""The window without limits: the default of `window`, known by its identity."""
 
 
 class Signature:
@@ -144,8 +145,14 @@ class Call:
 
 def checked_options(causal: bool, scale: float | None, window: tuple[int, int], softcap: float) -> Options:
     """Check mask and score options."""
-    if (type(causal), scale, type(window), type(softcap)) == _USUAL and window == (-1, -1) and not softcap:
-        return causal, None, -1, -1, 0.0  # each check below is a call of Python
+    if (
+        type(causal) is bool
+        and scale is None
+        and window is EVERYWHERE
+        and type(softcap) is float
+        and not softcap
+    ):
+        return causal, None, -1, -1, 0.0  # most calls; each of these checks takes a call of Python
     return (
         flag(causal, "causal"),
         None if scale is None else number(scale, "scale"),
@@ -200,27 +207,27 @@ def call_of(
     records = (
         torch is not None and torch.is_grad_enabled()
     )  # `kinds_of` refuses tensors that it cannot record
-    key = signature, options, longest, extra, backend, records
-    found = _repeated.find(key, arrays)
+    repeated = repeated_call(signature, options, longest, extra, backend=backend, records=records)
+    found = repeated.find(arrays)
     if found is None:
         kinds, addresses = kinds_of(arrays, signature.names)
         found = _call_of(signature, kinds, backend, options, longest, extra), addresses
-        _repeated.keep(key, arrays, addresses, found[0])
+        repeated.keep(found[0], arrays, addresses)
     return found
 
 
-def repeated_call_of(
+@lru_cache(maxsize=4096)
+def repeated_call(
     signature: Signature,
-    tensors: Sequence[Any],
     options: Options,
     longest: tuple[int, int] | None,
-    extra: int = 0,
-) -> tuple[Call, list[int]] | None:
-    """Return what `call_of` returned last for such tensors without recording, None if it may be another."""
-    return _repeated.find((signature, options, longest, extra, None, False), tensors)
-
-
-_repeated: Repeated[Call] = Repeated()
+    extra: int,
+    *,
+    backend: str | None,
+    records: bool,
+) -> Repeated[Call]:
+    """Return what knows the last call with these arguments, made where torch `records` gradients or not."""
+    return Repeated()
 
 
 @lru_cache(maxsize=4096)
