@@ -167,7 +167,7 @@ class _Calls:
         self.forward = forward.signature_of(longest), options, longest, 0
         self.backward = backward.signature_of(longest), options, longest, int(deterministic)
         self.find, self.find_backward = (
-            repeated_call(*x, backend=None, records=False).find for x in (self.forward, self.backward)
+            repeated_call(*x, None, False).find for x in (self.forward, self.backward)
         )
 
 

@@ -207,7 +207,7 @@ def call_of(
     records = (
         torch is not None and torch.is_grad_enabled()
     )  # `kinds_of` refuses tensors that it cannot record
-    repeated = repeated_call(signature, options, longest, extra, backend=backend, records=records)
+    repeated = repeated_call(signature, options, longest, extra, backend, records)
     found = repeated.find(arrays)
     if found is None:
         kinds, addresses = kinds_of(arrays, signature.names)
@@ -222,7 +222,6 @@ def repeated_call(
     options: Options,
     longest: tuple[int, int] | None,
     extra: int,
-    *,
     backend: str | None,
     records: bool,
 ) -> Repeated[Call]:
