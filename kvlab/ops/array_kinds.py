@@ -107,14 +107,29 @@ class Repeated(Generic[CallT]):
             return
         are_alike = _never
         if self._last[0] is call and not any(address % ALIGNMENT for address in addresses):
-            are_alike = torch._C._dynamo.guards.TensorGuards(
-                *arrays, dynamic_dims_sizes=[list(x.shape) for x in arrays],
-                dynamic_dims_strides=[list(x.stride()) for x in arrays],
-            ).check  # fmt: skip
+            are_alike = _check_of(arrays)
         self._last = call, are_alike, torch.Tensor.data_ptr
 
 
-def _never(*_arrays: Any) -> bool:
+def _check_of(tensors: Sequence[Any]) -> Callable[..., bool]:
+    """Return torch's check that tensors are as these are."""
+    seen = set(map(id, tensors))
+    if len(seen) == len(tensors):
+        guards = sys.modules["torch"]._C._dynamo.guards.TensorGuards
+        sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
+        check: Callable[..., bool] = guards(
+            *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+        ).check
+        return check
+    if len(seen) < len(tensors) - 1:
+        return _never
+    # One of them comes twice, as cu_seqlens do, which torch does not allow: they are checked in two parts.
+    end = next(i for i, x in enumerate(tensors) if any(x is y for y in tensors[:i]))
+    first, rest = _check_of(tensors[:end]), _check_of(tensors[end:])
+    return lambda *others: first(*others[:end]) and rest(*others[end:])
+
+
+def _never(*_tensors: Any) -> bool:
     return False
 
 

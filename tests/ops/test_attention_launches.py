@@ -287,6 +287,24 @@ def test_tensors_as_before_are_not_looked_at_again(gpu: StandInGpu, monkeypatch:
             kvlab.attention(q, k, v)
 
 
+def test_equal_prefix_sums_are_one_tensor(gpu: StandInGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As most callers have them; a tensor that is two arguments is none that torch compares in one go."""
+    looks = []
+    monkeypatch.setattr(attention_call, "kinds_of", lambda *args: looks.append(args) or kinds_of(*args))
+    for length in (TOKENS, TOKENS, TOKENS, TOKENS, TOKENS // 2):
+        (q, k, v), _ = flat()
+        cu = torch.arange(0, BATCH * TOKENS + 1, length, dtype=torch.int32)
+        kvlab.attention_varlen(q, k, v, cu, cu, TOKENS, TOKENS)
+        assert call_in(gpu.launches[-2], tile_list._CALL)["cu_q"] == cu.data_ptr()
+    assert len(looks) == 3
+    kvlab.attention_varlen(q, k, v, cu, cu.clone(), TOKENS, TOKENS)
+    assert len(looks) == 4
+    x = q[None]
+    for _ in range(4):
+        kvlab.attention(x, x, x)
+    assert len(looks) == 8
+
+
 def test_gradients_are_of_what_a_hook_gives_back(gpu: StandInGpu) -> None:
     """Kept tensors may come back with other strides, and elsewhere."""
     moved: list[Any] = []
