@@ -44,6 +44,11 @@ def test_a_prompt_in_parts_is_the_prompt() -> None:
     assert np.abs(parts.hidden - whole.hidden).max() <= 1e-4 * np.abs(whole.hidden).max()
 
 
+def test_logits_on_a_gpu_are_of_decoders_there() -> None:
+    with pytest.raises(ValueError, match="device='cpu': logits of this decoder are arrays of NumPy"):
+        small().prefill_tensor([1])
+
+
 def test_rows_of_a_ragged_batch_are_those_alone() -> None:
     """Tokens of the shorter rows stand at their own positions, and logits are the row's own."""
     rows = [prompt(3, 1), prompt(80, 2), prompt(17, 3)]
