@@ -61,7 +61,7 @@ def default_bits(head_dim: int, *, frames_hold: bool) -> tuple[int | str, ...]:
     head_dim : int
         Profiles are used at 64 and 128.
     frames_hold : bool
-        Frames are given, or it is known how RoPE turns keys.
+        Frames are given, or it is known how RoPE turns keys, and rows have bytes for their first tokens.
 
     Examples
     --------

@@ -35,6 +35,7 @@ from kvlab.lab.results import provenance
 LOOKAHEAD, WARM_UP = 256, 40  # tokens: all kinds of steps are recorded within 40
 BITS: dict[str, dict[str, Any]] = {
     "mixed": {"bits": (4, 8), "cache_budget": 0.3},
+    "default": {"cache_budget": 0.3},
     "4": {"bits": 4, "cache_budget": 0.3},
     "16": {"bits": 16, "cache_budget": 1.02},
 }

@@ -31,7 +31,9 @@ from kvlab.errors import BudgetError
 from kvlab.ladder import BITS, Bits, default_bits
 from kvlab.ops.allocator import METHODS, Method
 from kvlab.ops.key_frames import KeyFrames
+from kvlab.ops.layer_state import WAITING_PAGES
 from kvlab.ops.plan import reach_of
+from kvlab.pages import TOKENS_PER_PAGE
 from kvlab.sizes import parse_size
 
 __all__ = [
@@ -157,8 +159,7 @@ class CacheOptions:
             self.max_seqlen = whole_number(self.max_seqlen, "max_seqlen", 0, LONGEST)
         self.rotary = _rotary(self.rotary, self.num_layers, self.head_dim)
         if self.bits == BITS:
-            frames_hold = self.frames is not None or any(self.turns)
-            self.bits = default_bits(self.head_dim, frames_hold=frames_hold)
+            self.bits = default_bits(self.head_dim, frames_hold=self._frames_hold())
         elif isinstance(self.bits, Iterable) and not isinstance(self.bits, str):
             self.bits = tuple(self.bits)
         if self.frames is not None:
@@ -208,6 +209,20 @@ class CacheOptions:
         """By layer, how far RoPE turns pairs of channels of keys with each token; none: it is not known."""
         rotary: Any = self.rotary or ()
         return tuple(rotary) if rotary and isinstance(rotary[0], tuple) else (rotary,) * self.num_layers
+
+    def _frames_hold(self) -> bool:
+        """Whether frames are given, or taken from enough tokens where it is known how RoPE turns keys.
+
+        Under a budget that never holds a row's first tokens in 16 bits, and a page beside them, no token
+        waits: a frame of a few tokens costs far more than profiles bring.
+        """
+        if self.frames is not None or self.max_seqlen is None or not any(self.turns):
+            return self.frames is not None or any(self.turns)
+        budget, tokens = parse_budget(self.budget), (WAITING_PAGES + 1) * TOKENS_PER_PAGE
+        if budget.fraction is not None:
+            return budget.fraction * max(self.max_seqlen, self.plan_length) >= tokens
+        token_nbytes = 2 * 2 * self.num_layers * self.num_heads_kv * self.head_dim
+        return budget.nbytes is None or budget.nbytes >= max(self.batch, 1) * tokens * token_nbytes
 
     def settings(self) -> Settings:
         """The options that plans and steps need."""

@@ -22,7 +22,10 @@ def command(
     ],
     budget: Annotated[
         str | None,
-        typer.Option(help="Budget of the KV cache: 0.3, 4.25bpe, 6GiB; default: none, 16 bits."),
+        typer.Option(
+            help="Budget of the KV cache: 0.3 or 4.25bpe, of what --max-seqlen tokens take; 6GiB; default: "
+            "16 bits."
+        ),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 256,
     max_seqlen: Annotated[int, typer.Option(min=2, help="Tokens of the whole talk at most.")] = 2048,

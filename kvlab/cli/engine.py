@@ -121,7 +121,11 @@ def generate(
     ] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the draws.")] = 0,
     budget: Annotated[
-        str | None, typer.Option(help="Budget of the KV cache: 0.3, 4.25bpe, 6GiB; default: none, 16 bits.")
+        str | None,
+        typer.Option(
+            help="Budget of the KV cache: 0.3 or 4.25bpe, of what --prompt and --max-new-tokens take; 6GiB; "
+            "default: none, 16 bits."
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     as_json: Json = False,

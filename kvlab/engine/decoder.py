@@ -295,10 +295,20 @@ class Decoder:
         BudgetError
             If the cache's budget does not hold them.
         """
+        self._read(ids)
+        return np.array(self._executor.logits)
+
+    def prefill_tensor(self, ids: Any) -> Any:
+        """`prefill` on a GPU whose logits stay there: a tensor of torch, on its current stream."""
+        if isinstance(self._executor, CpuExecutor):
+            raise ValueError("device='cpu': logits of this decoder are arrays of NumPy; call prefill")
+        self._read(ids)
+        return self._executor.logits_tensor()
+
+    def _read(self, ids: Any) -> None:
         rows = rows_of(ids, self.batch, self.geometry.vocabulary)
         self._check_room(np.array([len(row) for row in rows]))
         self._executor.read(rows)
-        return np.array(self._executor.logits)
 
     def step(self, ids: Any) -> NDArray[np.float32]:
         """Read one token for each row: `prefill` of ``(batch,)`` tokens.

@@ -67,6 +67,7 @@ class Decoding:
         self.geometry, self._batch = weights.geometry, batch
         self.lengths = np.zeros(batch, np.int64)
         self._on_torch: Any = None
+        self._logits: Any = None  # on torch
         self._prompts: Prompts | None = None
         self._ahead: NDArray[np.int64] | None = None  # the tokens of `lengths`, if the device has later ones
         with cupy.cuda.Device(device), translated_out_of_memory("the decoder"):
@@ -121,6 +122,19 @@ class Decoding:
     def hidden(self) -> NDArray[np.float32]:
         """What the last layer left of each row's newest token, (batch, hidden); waits for the device."""
         return self._fetched("hidden")
+
+    def logits_tensor(self) -> Any:
+        """`logits` as a tensor of torch, whose current stream waits for this decoder's; the host does not."""
+        torch = self._use_torch()
+        with self._current():
+            self._settle()
+        if self._logits is None:
+            self._logits = on_torch(self._decode.arrays["logits"], "float32")[:, : self.geometry.vocabulary]
+        asking = torch.cuda.current_stream(self._device)
+        asking.wait_stream(self._torch_stream)
+        found = self._logits.clone()
+        self._torch_stream.wait_stream(asking)  # the next token writes them again
+        return found
 
     def reset(self) -> None:
         """Forget all tokens."""

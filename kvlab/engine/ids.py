@@ -40,10 +40,10 @@ def rows_of(ids: Any, batch: int, vocabulary: int) -> list[NDArray[np.int64]]:
             raise ValueError(f"ids has a row of shape {row.shape}; each row is at least one token")
         if row.dtype.kind not in "iu":
             raise TypeError(f"ids are {row.dtype}; whole numbers are needed")
-        if row.min() < 0 or row.max() >= vocabulary:
-            raise ValueError(
-                f"ids reach from {row.min()} to {row.max()}; the model has tokens 0 to {vocabulary - 1}"
-            )
+    every = rows[0] if batch == 1 else np.concatenate(rows)
+    least, most = every.min(), every.max()
+    if least < 0 or most >= vocabulary:
+        raise ValueError(f"ids reach from {least} to {most}; the model has tokens 0 to {vocabulary - 1}")
     return rows
 
 

@@ -175,6 +175,7 @@ def _decoded_generate(model: Any, decoders: _Decoders, generate: Callable[..., A
                 f"past_key_values is a {type(held).__name__}; inside kvlab.accelerate pass what generate has "
                 "returned in the same block, or none"
             )
+        held.begin()
         with replaced(model, "forward", partial(_decoded_forward, held)):
             return generate(**{**given, "past_key_values": held})
 
@@ -233,6 +234,7 @@ def _cache_class() -> Any:
             super().__init__(layers=[])
             self.decoders = decoders
             self._seen: NDArray[np.bool_] = np.zeros((0, 0), np.bool_)  # (rows, columns), False: padding
+            self._goes_on = False
 
         def __repr__(self) -> str:
             return "DecoderCache: {} rows, {} columns".format(*self._seen.shape)
@@ -241,9 +243,39 @@ def _cache_class() -> Any:
             """Columns so far, padding included."""
             return int(self._seen.shape[1])
 
+        def begin(self) -> None:
+            """Know that what comes next is the caller's: later tokens of a call of generate are its own."""
+            self._goes_on = False
+
         def read(self, ids: Any, mask: Any, positions: Any) -> Any:
             """Take new columns, (rows, columns), through the decoder; logits, (rows, 1, vocabulary)."""
             past, (rows, new) = self.get_seq_length(), ids.shape
+            if self._goes_on and new == 1 and past:  # mask and positions of transformers itself
+                decoder = self.decoders.of(self, rows)
+                valid = np.concatenate([self._seen, np.ones((rows, 1), np.bool_)], 1)
+                keep, longest = valid[:, past:], int(decoder.lengths.max()) + 1
+            else:
+                valid = self._checked(rows, new, mask, positions)
+                decoder = self.decoders.of(self, rows)
+                keep, longest = valid[:, past:], int(valid.sum(1).max())
+            if longest > decoder.max_seqlen:
+                raise ValueError(
+                    f"max_seqlen={decoder.max_seqlen}: a row would have {longest} tokens; enter "
+                    f"kvlab.accelerate with max_seqlen up to {decoder.geometry.max_positions}, or generate "
+                    "outside"
+                )
+            numbers = ids.cpu().numpy()
+            of_rows = [row[of_row] for row, of_row in zip(numbers, keep, strict=True)]
+            if ids.device.type == "cuda" and decoder.device != "cpu":
+                logits = decoder.prefill_tensor(of_rows).to(ids.device)
+            else:
+                logits = torch.from_numpy(decoder.prefill(of_rows)).to(ids.device)
+            self._seen, self._goes_on = valid, True
+            return logits[:, None]
+
+        def _checked(self, rows: int, new: int, mask: Any, positions: Any) -> NDArray[np.bool_]:
+            """Columns with the new ones, False where there is padding."""
+            past = self.get_seq_length()
             valid = np.ones((rows, past + new), np.bool_) if mask is None else mask.cpu().numpy() != 0
             if valid.shape != (rows, past + new) or (
                 past and not np.array_equal(valid[:, :past], self._seen)
@@ -260,17 +292,7 @@ def _cache_class() -> Any:
                 raise ValueError(
                     "position_ids must count the tokens of each row, as generate does: leave it out"
                 )
-            decoder, longest = self.decoders.of(self, rows), int(valid.sum(1).max())
-            if longest > decoder.max_seqlen:
-                raise ValueError(
-                    f"max_seqlen={decoder.max_seqlen}: a row would have {longest} tokens; enter "
-                    f"kvlab.accelerate with max_seqlen up to {decoder.geometry.max_positions}, or generate "
-                    "outside"
-                )
-            numbers = ids.cpu().numpy()
-            logits = decoder.prefill([row[of_row] for row, of_row in zip(numbers, keep, strict=True)])
-            self._seen = valid
-            return torch.from_numpy(logits)[:, None].to(ids.device)
+            return valid
 
         def reset(self) -> None:
             """Forget all tokens."""

@@ -12,6 +12,7 @@ The log-sum-exp is for merging parts and has no gradient here; a second derivati
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,9 +20,17 @@ from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
 from kvlab.arguments import flag
-from kvlab.ops.attention import attend
-from kvlab.ops.attention_backward import differentiate
-from kvlab.ops.attention_call import Options, checked_options, longest_of
+from kvlab.ops import attention as forward
+from kvlab.ops import attention_backward as backward
+from kvlab.ops.attention_call import (
+    EVERYWHERE,
+    Call,
+    Options,
+    call_of,
+    checked_options,
+    longest_of,
+    repeated_call,
+)
 
 __all__ = ["attention", "attention_varlen", "with_contiguous_rows"]
 
@@ -30,6 +39,9 @@ Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Longest = tuple[int, int] | None
 Numbers = tuple[Longest, Options, bool]
 """The longest lengths of a call of variable length, options, and whether gradients are deterministic."""
+
+Known = tuple[Call, list[int]]
+"""A call and the addresses of its tensors, as `call_of` returns them."""
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -41,7 +53,7 @@ def attention(
     *,
     causal: bool = False,
     scale: float | None = None,
-    window: tuple[int, int] = (-1, -1),
+    window: tuple[int, int] = EVERYWHERE,
     softcap: float = 0.0,
     deterministic: bool = False,
     return_lse: bool = False,
@@ -93,7 +105,7 @@ def attention_varlen(
     *,
     causal: bool = False,
     scale: float | None = None,
-    window: tuple[int, int] = (-1, -1),
+    window: tuple[int, int] = EVERYWHERE,
     softcap: float = 0.0,
     deterministic: bool = False,
     return_lse: bool = False,
@@ -146,61 +158,85 @@ def with_contiguous_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tensors
 
 
+class _Calls:
+    """Calls with the same numbers, which are checked: what `call_of` takes, and those that come again."""
+
+    def __init__(self, numbers: Numbers) -> None:
+        longest, options, deterministic = numbers
+        self.numbers = numbers
+        self.forward = forward.signature_of(longest), options, longest, 0
+        self.backward = backward.signature_of(longest), options, longest, int(deterministic)
+        self.find, self.find_backward = (
+            repeated_call(*x, None, False).find for x in (self.forward, self.backward)
+        )
+
+
+_calls_of = lru_cache(maxsize=4096)(_Calls)
+
+
+def _call_of(arguments: tuple[Any, ...], tensors: Sequence[Any]) -> Known:
+    signature, options, longest, extra = arguments
+    return call_of(signature, tensors, None, options, longest, extra)
+
+
 def _run(tensors: tuple[Any, ...], numbers: Numbers, return_lse: bool) -> torch.Tensor | Two:
     """Compute in the cheapest way that torch can still differentiate and compile; numbers are checked."""
+    if is_compiling():
+        return _operate(tensors, numbers, return_lse)
     q, k, v, *bounds = tensors
-    is_looked_at = _is_looked_at(tensors)
-    if is_looked_at or not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
-        tensors = *with_contiguous_rows(q, k, v), *bounds
-    if not is_looked_at:
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            record = _Recorded.apply if torch._C._are_functorch_transforms_active() else _record
-            recorded: torch.Tensor | Two = record(numbers, return_lse, *tensors)
-            return recorded
-        found: torch.Tensor | Two = attend(tensors, numbers[0], numbers[1], return_lse)
-        return found
+    calls = _calls_of(numbers)
+    known = calls.find(tensors)
+    if known is None:
+        q, k, v = with_contiguous_rows(q, k, v)
+        tensors = q, k, v, *bounds
+        if _is_looked_at(tensors):
+            return _operate(tensors, numbers, return_lse)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        record = _Recorded.apply if torch._C._are_functorch_transforms_active() else _record
+        recorded: torch.Tensor | Two = record(q, k, v, known, calls, return_lse, *bounds)
+        return recorded
+    call, addresses = known or _call_of(calls.forward, tensors)
+    found: torch.Tensor | Two = forward.compute(call, addresses, tensors, return_lse)
+    return found
+
+
+def _operate(tensors: tuple[Any, ...], numbers: Numbers, return_lse: bool) -> torch.Tensor | Two:
+    """Compute by an operator, which torch can look at."""
+    q, k, v, *bounds = tensors
     longest, options, deterministic = numbers
+    arrays = *with_contiguous_rows(q, k, v), *bounds
     operator = _attention if longest is None else _varlen
-    out, lse = operator(*tensors, *(longest or ()), *options, deterministic)
+    out, lse = operator(*arrays, *(longest or ()), *options, deterministic)
     return (out, lse) if return_lse else out
 
 
 def _is_looked_at(tensors: tuple[Any, ...]) -> bool:
-    """Whether a compiler, a dispatch mode or a kind of tensor wants to see operators."""
-    return (
-        is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or not _PLAIN.issuperset(map(type, tensors))
-    )
-
-
-def _gradients(ctx: Any, dout: torch.Tensor | None) -> tuple[Any, ...]:
-    """Gradients of the tensors that are kept, but for out and lse."""
-    q, k, v, *others = ctx.saved_tensors
-    behind = [None] * (len(others) - 2)
-    if dout is None:
-        return None, None, None, *behind
-    longest, options, deterministic = ctx.numbers
-    if dout.stride(-1) != 1 or dout.is_neg():
-        dout = dout.resolve_neg().contiguous()
-    tensors = q, k, v, dout, *others
-    if _is_looked_at(tensors):
-        operator = _attention_backward if longest is None else _varlen_backward
-        return *operator(dout, q, k, v, *others, *(longest or ()), *options, deterministic), *behind
-    return *differentiate(tensors, longest, options, int(deterministic)), *behind
-
-
-_gradients_once = once_differentiable(_gradients)  # for a backward that is itself recorded
+    """Whether a dispatch mode or a kind of tensor wants to see operators."""
+    return torch._C._len_torch_dispatch_stack() > 0 or not _PLAIN.issuperset(map(type, tensors))
 
 
 class _Recorded(torch.autograd.Function):
-    """Attention as a node of autograd: its numbers, whether the log-sum-exp is wanted, and its tensors."""
+    """Attention as a node of autograd.
+
+    Its inputs are q, k and v, the call if it is known, `_Calls`, whether lse is wanted, and cu_seqlens.
+    """
 
     @staticmethod
-    def forward(ctx: Any, numbers: Numbers, return_lse: bool, *tensors: torch.Tensor) -> torch.Tensor | Two:
-        out, lse = attend(tensors, numbers[0], numbers[1], True)
-        ctx.numbers = numbers
-        ctx.save_for_backward(*tensors[:3], out, lse, *tensors[3:])
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        known: Known | None,
+        calls: _Calls,
+        return_lse: bool,
+        *bounds: torch.Tensor,
+    ) -> torch.Tensor | Two:
+        tensors = q, k, v, *bounds
+        call, addresses = known or _call_of(calls.forward, tensors)
+        out, lse = forward.compute(call, addresses, tensors, True)
+        ctx.calls = calls
+        ctx.save_for_backward(q, k, v, out, lse, *bounds)
         if not return_lse:
             return out  # type: ignore[no-any-return]
         ctx.mark_non_differentiable(lse)
@@ -208,10 +244,40 @@ class _Recorded(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
-        gradients = _gradients_once if torch.is_grad_enabled() else _gradients
-        return None, None, *gradients(ctx, dout)
+    def backward(ctx: Any, dout: torch.Tensor | None, *_: Any) -> Any:
+        if torch.is_grad_enabled():
+            return _backward_once(ctx, dout)
+        if dout is None:
+            return _NO_GRADIENTS
+        q, k, v, *others = ctx.saved_tensors
+        tensors = q, k, v, dout, *others
+        known = None if is_compiling() else ctx.calls.find_backward(tensors)
+        if known is None:
+            return *_gradients(ctx.calls.numbers, tensors), None, None, None, None, None
+        call, addresses = known
+        dq, dk, dv = backward.compute(call, addresses, tensors)
+        return dq, dk, dv, None, None, None, None, None
 
+
+def _gradients(numbers: Numbers, tensors: tuple[Any, ...]) -> Three:
+    """Gradients of q, k and v, given what a forward keeps, and dout behind v; no call is known."""
+    q, k, v, dout, *others = tensors
+    longest, options, deterministic = numbers
+    if dout.stride(-1) != 1 or dout.is_neg():
+        dout = dout.resolve_neg().contiguous()
+    tensors = q, k, v, dout, *others
+    if is_compiling() or _is_looked_at(tensors):
+        operator = _attention_backward if longest is None else _varlen_backward
+        dq, dk, dv = operator(dout, q, k, v, *others, *(longest or ()), *options, deterministic)
+    else:
+        dq, dk, dv = backward.differentiate(tensors, longest, options, int(deterministic))
+    return dq, dk, dv
+
+
+_backward_once = once_differentiable(_Recorded.backward)  # for a backward that is itself recorded
+
+_NO_GRADIENTS = (None,) * 8
+"""Of as many inputs as a `_Recorded` has at most: torch lets those go that are too many."""
 
 _record: Any = super(torch.autograd.Function, _Recorded).apply
 """`_Recorded.apply` but for what only torch.func needs, which takes 2 us."""
@@ -236,8 +302,11 @@ def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Two) -> None:
 
 
 def _differentiate(ctx: Any, dout: torch.Tensor | None, _dlse: Any) -> tuple[Any, ...]:
-    of_numbers = [None] * (6 if ctx.numbers[0] is None else 8)
-    return *_gradients(ctx, dout), *of_numbers
+    behind = [None] * (6 if ctx.numbers[0] is None else 10)  # numbers, and before them cu_seqlens
+    if dout is None:
+        return None, None, None, *behind
+    q, k, v, *others = ctx.saved_tensors
+    return *_gradients(ctx.numbers, (q, k, v, dout, *others)), *behind
 
 
 # ---- fixed length
@@ -254,7 +323,7 @@ def _attend(
     softcap: float,
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = attend((q, k, v), None, (causal, scale, left, right, softcap), True)
+    out, lse = forward.attend((q, k, v), None, (causal, scale, left, right, softcap), True)
     return out, lse
 
 
@@ -273,7 +342,7 @@ def _attend_backward(
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     options = causal, scale, left, right, softcap
-    dq, dk, dv = differentiate((q, k, v, dout, out, lse), None, options, int(deterministic))
+    dq, dk, dv = backward.differentiate((q, k, v, dout, out, lse), None, options, int(deterministic))
     return dq, dk, dv
 
 
@@ -317,7 +386,7 @@ def _attend_varlen(
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     options, longest = (causal, scale, left, right, softcap), (max_seqlen_q, max_seqlen_k)
-    out, lse = attend((q, k, v, cu_seqlens_q, cu_seqlens_k), longest, options, True)
+    out, lse = forward.attend((q, k, v, cu_seqlens_q, cu_seqlens_k), longest, options, True)
     return out, lse
 
 
@@ -341,7 +410,7 @@ def _attend_varlen_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     options, longest = (causal, scale, left, right, softcap), (max_seqlen_q, max_seqlen_k)
     tensors = q, k, v, dout, out, lse, cu_seqlens_q, cu_seqlens_k
-    dq, dk, dv = differentiate(tensors, longest, options, int(deterministic))
+    dq, dk, dv = backward.differentiate(tensors, longest, options, int(deterministic))
     return dq, dk, dv
 
 

@@ -233,8 +233,8 @@ class PreparedLaunch:
     def __call__(self, stream_pointer: int) -> None:
         """Launch on a stream of the kernel's device, the current one or another."""
         self._table.write(stream_pointer)
-        if self._table.run():
-            _run_again(self._table, self.kernel.device)
+        if failed := self._table.run():
+            _go_on(self._table, failed, self.kernel.device)
 
 
 class PreparedLaunches:
@@ -261,8 +261,8 @@ class PreparedLaunches:
 
     def run(self) -> None:
         """Launch behind what `write` wrote."""
-        if self._run():
-            _run_again(self._table, self.launches[0].kernel.device)
+        if failed := self._run():
+            _go_on(self._table, failed, self.launches[0].kernel.device)
 
     def one_by_one(self) -> None:
         """Do the same with a call for each launch, which can be recorded."""
@@ -273,12 +273,12 @@ class PreparedLaunches:
             launch(stream)
 
 
-def _run_again(table: Table, device: int) -> None:
-    """Make launches of which one failed: another device is current, or the thread has not used CUDA yet."""
+def _go_on(table: Table, failed: int, device: int) -> None:
+    """Go on with the launch that failed: another device is current, or the thread has not used CUDA yet."""
     with _current(device):
-        error = table.run()
-    if error:
-        raise _driver_error()(error)
+        failed = table.run_from(failed >> 32)
+    if failed:
+        raise _driver_error()(failed & 0xFFFFFFFF)
 
 
 def _config(

@@ -26,7 +26,7 @@ _VALUES = 6
 # launches are; the stream; the values. A launch is the address of its CUlaunchConfig, the kernel, and the
 # address of the addresses of its parameters.
 _SOURCE = f"""
-define i32 @run(ptr %table) {{
+define i64 @run(ptr %table, i64 %first) {{
 begin:
   %driver = load ptr, ptr %table
   %values_at = getelementptr i64, ptr %table, i64 1
@@ -57,7 +57,7 @@ write:
   br label %more_values
 
 more_launches:
-  %j = phi i64 [0, %more_values], [%next_j, %launch]
+  %j = phi i64 [%first, %more_values], [%next_j, %launch]
   %is_launch = icmp ult i64 %j, %launches
   br i1 %is_launch, label %launch, label %done
 
@@ -76,10 +76,13 @@ launch:
   br i1 %is_error, label %failed, label %more_launches
 
 done:
-  ret i32 0
+  ret i64 0
 
 failed:
-  ret i32 %error
+  %wide = zext i32 %error to i64
+  %high = shl i64 %j, 32
+  %both = or i64 %high, %wide
+  ret i64 %both
 }}
 """
 
@@ -105,8 +108,9 @@ class Table:
         self._words = words
         self.write = partial(struct.Struct(f"{1 + len(places)}Q").pack_into, words.data, 8 * (_VALUES - 1))
         """Set the stream and the values of the next run."""
-        self.run = partial(_compiled(), words.ctypes.data)
-        """Write, launch, and return the driver's error, 0 if there is none."""
+        self.run_from = partial(_compiled(), words.ctypes.data)
+        """Write, launch from a number on, and return 0, or which launch failed << 32 | the driver's error."""
+        self.run = partial(self.run_from, 0)
 
     def written(self) -> list[int]:
         """Return the stream and the values of the next run."""
@@ -120,8 +124,8 @@ def launch_function() -> int:
 
 
 @cache
-def _compiled() -> Callable[[int], int]:
-    """Return the function: given the address of a table it returns the driver's error, 0 for none.
+def _compiled() -> Callable[[int, int], int]:
+    """Return the function of a table's address and its first launch; see `Table.run_from`.
 
     It runs without Python's lock: a full queue of the GPU may wait for what another thread launches.
     """
@@ -135,6 +139,6 @@ def _compiled() -> Callable[[int], int]:
         .export_symbol("run")
         .link(llvm.create_lljit_compiler(), "kvlab_launches")
     )
-    found = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_uint64)(library["run"])
+    found = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64)(library["run"])
     found.library = library  # type: ignore[attr-defined]  # which holds the code
     return found

@@ -16,6 +16,7 @@ from kvlab.arguments import LONGEST, flag, whole_number
 from kvlab.arrays import Array, ArrayT, common_device, dtype_name
 from kvlab.ops.attention_call import (
     BOUNDS,
+    EVERYWHERE,
     OF_K,
     OF_Q,
     RAGGED_K,
@@ -88,7 +89,7 @@ def attention(
     *,
     causal: bool = False,
     scale: float | None = None,
-    window: tuple[int, int] = (-1, -1),
+    window: tuple[int, int] = EVERYWHERE,
     softcap: float = 0.0,
     return_lse: bool = False,
     sm_margin: int = 0,
@@ -180,7 +181,7 @@ def attention_varlen(
     *,
     causal: bool = False,
     scale: float | None = None,
-    window: tuple[int, int] = (-1, -1),
+    window: tuple[int, int] = EVERYWHERE,
     softcap: float = 0.0,
     return_lse: bool = False,
     sm_margin: int = 0,
@@ -305,8 +306,17 @@ def attend(
     backend: str | None = None,
 ) -> Any:
     """`attention` of q, k and v, or with `longest` `attention_varlen`; numbers and flags are checked."""
-    signature = _FIXED if longest is None else _VARLEN
-    call, addresses = call_of(signature, arrays, backend, options, longest, sm_margin)
+    call, addresses = call_of(signature_of(longest), arrays, backend, options, longest, sm_margin)
+    return compute(call, addresses, arrays, return_lse)
+
+
+def signature_of(longest: tuple[int, int] | None) -> Signature:
+    """Return the signature of calls of fixed length, where there is no longest one, or of variable length."""
+    return _FIXED if longest is None else _VARLEN
+
+
+def compute(call: Call, addresses: Sequence[int], arrays: Sequence[Any], return_lse: bool) -> Any:
+    """`attend`, of a call that is known."""
     if call.row.backend == "cuda":
         try:  # takes no time, as `with` and `launch` do
             out, lse = call.row.function(call, addresses, return_lse)

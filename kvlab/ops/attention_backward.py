@@ -22,12 +22,14 @@ from kvlab.arrays import Array, ArrayT
 from kvlab.ops.attention import CUDA_REQUIREMENTS, NUMBA_REQUIREMENTS, REFERENCE_REQUIREMENTS, REQUIREMENTS
 from kvlab.ops.attention_call import (
     BOUNDS,
+    EVERYWHERE,
     FLOAT32_DK_DV,
     OF_K,
     OF_Q,
     RAGGED_K,
     RAGGED_Q,
     SM_MARGIN,
+    Call,
     Options,
     Signature,
     call_of,
@@ -73,7 +75,7 @@ def attention_backward(
     *,
     causal: bool = False,
     scale: float | None = None,
-    window: tuple[int, int] = (-1, -1),
+    window: tuple[int, int] = EVERYWHERE,
     softcap: float = 0.0,
     deterministic: bool = False,
     float32_dk_dv: bool = False,
@@ -147,7 +149,7 @@ def attention_varlen_backward(
     *,
     causal: bool = False,
     scale: float | None = None,
-    window: tuple[int, int] = (-1, -1),
+    window: tuple[int, int] = EVERYWHERE,
     softcap: float = 0.0,
     deterministic: bool = False,
     float32_dk_dv: bool = False,
@@ -205,8 +207,18 @@ def differentiate(
 ) -> Any:
     """Gradients, given q, k, v, dout, out, lse and, with `longest`, cu_seqlens; numbers are checked, and
     `extra` is that of a `Call`."""
-    signature = _FIXED if longest is None else _VARLEN
-    call, addresses = call_of(signature, arrays, backend, options, longest, extra)
+    call, addresses = call_of(signature_of(longest), arrays, backend, options, longest, extra)
+    return compute(call, addresses, arrays)
+
+
+def signature_of(longest: tuple[int, int] | None) -> Signature:
+    """Return the signature of calls of fixed length, where there is no longest one, or of variable length."""
+    return _FIXED if longest is None else _VARLEN
+
+
+def compute(call: Call, addresses: Sequence[int], arrays: Sequence[Any]) -> Any:
+    """`differentiate`, of a call that is known."""
+    extra = call.extra
     if extra & FLOAT32_DK_DV and call.row.backend != "cuda" and call.dtype != "float32":
         raise NotImplementedError(
             f"float32_dk_dv=True: backend {call.row.backend!r} gives dk and dv in the dtype of {call.dtype} "

@@ -8,6 +8,7 @@ backend may remember what it makes of a `Call`, too.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -16,12 +17,20 @@ from typing import NamedTuple
 from kvlab.arguments import LONGEST, flag, number, sides_of_window, whole_number
 from kvlab.arrays import Array, CudaView, Device, numpy_dtype, one_device
 from kvlab.device import enough_memory
-from kvlab.ops.array_kinds import Kind, device_of_kind, dtype_of_kind, kinds_of, view_of
+from kvlab.ops.array_kinds import (
+    Kind,
+    Repeated,
+    device_of_kind,
+    dtype_of_kind,
+    kinds_of,
+    view_of,
+)
 from kvlab.registry import Implementation, check_backend, choose, requirements_of
 from kvlab.shapes import check_heads, match_shapes
 
 __all__ = [
     "BOUNDS",
+    "EVERYWHERE",
     "FLOAT32_DK_DV",
     "MAX_GROUPS",
     "OF_K",
@@ -37,6 +46,7 @@ __all__ = [
     "call_of",
     "checked_options",
     "longest_of",
+    "repeated_call",
     "scores_of",
 ]
 
@@ -59,6 +69,10 @@ MAX_GROUPS = 16
 
 Options = tuple[bool, float | None, int, int, float]
 """causal, scale, both sides of the window, softcap: as given, but of these very types."""
+
+
+EVERYWHERE = (-1, -1)
+"""The window without limits: the default of `window`, known by its identity."""
 
 
 class Signature:
@@ -131,6 +145,14 @@ class Call:
 
 def checked_options(causal: bool, scale: float | None, window: tuple[int, int], softcap: float) -> Options:
     """Check mask and score options."""
+    if (
+        type(causal) is bool
+        and scale is None
+        and window is EVERYWHERE
+        and type(softcap) is float
+        and not softcap
+    ):
+        return causal, None, -1, -1, 0.0  # most calls; each of these checks takes a call of Python
     return (
         flag(causal, "causal"),
         None if scale is None else number(scale, "scale"),
@@ -180,9 +202,31 @@ def call_of(
     list of int
         The addresses of the arrays, where they are on a GPU.
     """
-    kinds, addresses = kinds_of(arrays, signature.names)
     check_backend(backend)
-    return _call_of(signature, kinds, backend, options, longest, extra), addresses
+    torch = sys.modules.get("torch")
+    records = (
+        torch is not None and torch.is_grad_enabled()
+    )  # `kinds_of` refuses tensors that it cannot record
+    repeated = repeated_call(signature, options, longest, extra, backend, records)
+    found = repeated.find(arrays)
+    if found is None:
+        kinds, addresses = kinds_of(arrays, signature.names)
+        found = _call_of(signature, kinds, backend, options, longest, extra), addresses
+        repeated.keep(found[0], arrays, addresses)
+    return found
+
+
+@lru_cache(maxsize=4096)
+def repeated_call(
+    signature: Signature,
+    options: Options,
+    longest: tuple[int, int] | None,
+    extra: int,
+    backend: str | None,
+    records: bool,
+) -> Repeated[Call]:
+    """Return what knows the last call with these arguments, made where torch `records` gradients or not."""
+    return Repeated()
 
 
 @lru_cache(maxsize=4096)

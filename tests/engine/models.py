@@ -16,6 +16,7 @@ SIZES: dict[str, Any] = {
 LLAMA = {**SIZES, "intermediate_size": 96, "num_key_value_heads": 2}
 SCALED = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0, "low_freq_factor": 1.0,
           "high_freq_factor": 4.0, "original_max_position_embeddings": 16}  # fmt: skip
+LINEAR = {"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 16}
 
 
@@ -37,6 +38,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "llama": llama,
     "llama-biases": lambda: llama(attention_bias=True, mlp_bias=True, head_dim=64),
     "llama-scaled-tied": lambda: llama(rope_parameters=SCALED, tie_word_embeddings=True),
+    "llama-linear": lambda: llama(rope_parameters=LINEAR),
     "llama-yarn": lambda: llama(rope_parameters=YARN),
     "llama-head-256": lambda: llama(head_dim=256, num_attention_heads=2, num_key_value_heads=1),
     "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**LLAMA)),

@@ -15,8 +15,12 @@ from kvlab.engine.geometry import PUBLISHED, Geometry, published
 from kvlab.engine.sampling import Sampling
 from kvlab.engine.weights import Weights, draw, from_model
 from kvlab.errors import BudgetError
+from kvlab.ladder import BITS_IN_BLOCKS, BITS_OF_WIDTHS
 from tests.engine.models import LLAMA, family, llama, neox
 
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 100.0, "factor": 2.0, "short_factor": [1.0] * 16,
+            "long_factor": [2.0] * 16, "original_max_position_embeddings": 16}  # fmt: skip
 SMALL = Geometry(2, 97, 64, 2, 1, 32, 32, 96, max_positions=200)
 
 
@@ -38,6 +42,11 @@ def test_a_prompt_in_parts_is_the_prompt() -> None:
     assert np.abs(got - want).max() <= 1e-4 * np.abs(want).max()
     assert parts.lengths.tolist() == [100]
     assert np.abs(parts.hidden - whole.hidden).max() <= 1e-4 * np.abs(whole.hidden).max()
+
+
+def test_logits_on_a_gpu_are_of_decoders_there() -> None:
+    with pytest.raises(ValueError, match="device='cpu': logits of this decoder are arrays of NumPy"):
+        small().prefill_tensor([1])
 
 
 def test_rows_of_a_ragged_batch_are_those_alone() -> None:
@@ -121,6 +130,21 @@ def test_a_budget_holds_and_costs_little() -> None:
     want, got = exact.prefill(tokens), packed.prefill(tokens)
     assert packed.cache.nbytes <= 0.6 * 200 * 2 * 2 * 32 * 2 < exact.cache.nbytes / 0.7
     assert 0 < np.abs(got - want).max() < 0.3 * np.abs(want).max()
+
+
+HEADS_OF_64 = Geometry(1, 97, 64, 2, 1, 64, 64, 96, max_positions=1024)
+
+
+@pytest.mark.parametrize(
+    ("max_seqlen", "budget", "bits"),
+    [(1024, 0.3, BITS_IN_BLOCKS), (330, 0.3, BITS_IN_BLOCKS), (300, 0.3, BITS_OF_WIDTHS),
+     (64, "64KiB", BITS_IN_BLOCKS), (64, "16KiB", BITS_OF_WIDTHS)],
+)  # fmt: skip
+def test_profiles_are_for_rows_whose_first_tokens_can_wait(max_seqlen: int, budget: Any, bits: Any) -> None:
+    """96 tokens of 256 bytes: a frame of fewer tokens, in a short text, cost 7 to 90 times the divergence."""
+    decoder = Decoder(draw(HEADS_OF_64, 1e4, 1, "float16"), max_seqlen=max_seqlen, cache_budget=budget)
+    assert decoder.cache is not None
+    assert decoder.cache.bits == bits
 
 
 def test_options_of_the_cache_reach_it() -> None:
@@ -231,11 +255,8 @@ def test_weights_of_a_seed() -> None:
         (lambda: Decoder.from_pretrained("pythia-14m"), OSError, "which Decoder.from_config draws"),
         (lambda: Decoder.from_pretrained(neox(hidden_act="gelu_new")), NotImplementedError, "gelu_new"),
         (lambda: Decoder.from_pretrained(neox(hidden_size=80)), ValueError, "head_dim=20"),
-        (
-            lambda: Decoder.from_pretrained(llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0})),
-            NotImplementedError,
-            "dynamic",
-        ),
+        (lambda: Decoder.from_pretrained(llama(rope_parameters=DYNAMIC)), NotImplementedError, "dynamic"),
+        (lambda: Decoder.from_pretrained(llama(rope_parameters=LONGROPE)), NotImplementedError, "longrope"),
     ],
 )
 def test_what_is_refused(call: Callable[[], Any], error: type[Exception], message: str) -> None:

@@ -20,6 +20,7 @@ from kvlab.engine.sampling import Sampling
 from kvlab.engine.weights import draw
 from kvlab.errors import BudgetError
 from kvlab.jit.launch import PreparedLaunch
+from kvlab.ladder import BITS, Bits
 from kvlab.reference.decoder import KeysValues, token_logits
 from tests.engine.unpacked import oracle_of
 
@@ -440,10 +441,14 @@ def test_pages_of_16_bits_are_the_oracle(name: str, dtype: str) -> None:
     assert on_gpu.cache.seqlen == 70
 
 
-@pytest.mark.parametrize("name", ["parallel-80", "gated-group-4"])
-def test_a_budget_on_a_gpu_is_that_of_the_cpu(name: str) -> None:
-    """The same cache: they differ by less than half of what its widths cost, 2 to 4 in 100 here."""
-    geometry, rows, budget = PIECES[name], texts(PIECES[name], 400, 390), {**BUDGET, "cache_budget": 0.3}
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [("parallel-80", BUDGET["bits"]), ("gated-group-4", BUDGET["bits"]), ("gated-group-4", BITS),
+     ("head-norms", BITS)],
+)  # fmt: skip
+def test_a_budget_on_a_gpu_is_that_of_the_cpu(name: str, bits: Bits) -> None:
+    """The same cache: they differ by less than half of what its widths, or profiles, cost."""
+    geometry, rows, budget = PIECES[name], texts(PIECES[name], 400, 390), {"cache_budget": 0.3, "bits": bits}
 
     def run(device: str, **options: Any) -> tuple[list[NDArray[np.float32]], Decoder]:
         one = decoder(geometry, device, batch=2, max_seqlen=512, **options)
@@ -462,10 +467,16 @@ def test_a_budget_on_a_gpu_is_that_of_the_cpu(name: str) -> None:
         assert one.cache.nbytes <= one.cache.budget_nbytes
 
 
-@pytest.mark.parametrize("name", ["parallel-80", "gated-group-4"])
-def test_replayed_tokens_have_the_bits_of_launched_ones(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [("parallel-80", BUDGET["bits"]), ("gated-group-4", BUDGET["bits"]), ("gated-group-4", BITS)],
+)
+def test_replayed_tokens_have_the_bits_of_launched_ones(name: str, bits: Bits) -> None:
+    """Of the default ladder a row gets its frame, at 64 tokens, within the replays."""
     geometry, rows = PIECES[name], texts(PIECES[name], 90, 30)
-    replayed, launched = (decoder(geometry, "cuda", batch=2, **BUDGET) for _ in range(2))
+    replayed, launched = (
+        decoder(geometry, "cuda", batch=2, **{**BUDGET, "bits": bits}) for _ in range(2)
+    )  # fmt: skip
     executor: Any = launched._executor
     executor._replay = executor._step
     for one in (replayed, launched):

@@ -6,7 +6,8 @@ import ctypes
 import struct
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,7 @@ class Driver(types.SimpleNamespace):
         """As CuPy's."""
 
     def __init__(self) -> None:
-        super().__init__(configured=[], arguments=[], allowed=[], error=0)
+        super().__init__(configured=[], arguments=[], allowed=[], error=0, fails_from=0)
         self.launch = LAUNCH(self.configure)
 
     def funcSetAttribute(self, function: int, attribute: int, value: int) -> None:
@@ -146,7 +147,7 @@ class Driver(types.SimpleNamespace):
         self.configured.append((tuple(grid), x, shared, stream, early, cluster, together))
         (argument,) = (ctypes.c_uint64 * 1).from_address(arguments)
         self.arguments.append(ctypes.string_at(argument, CALL.size))
-        return self.error
+        return self.error if len(self.arguments) > self.fails_from else 0
 
 
 def bindings_name(attribute: int) -> str:
@@ -243,6 +244,28 @@ def test_an_error_of_the_driver_is_raised(driver: Driver, monkeypatch: pytest.Mo
     with pytest.raises(Driver.CUDADriverError):
         prepared(cluster=2)(0)
     assert len(driver.configured) == 2  # the second time on the kernel's device
+
+
+def test_launches_go_on_with_the_one_that_failed(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is made twice: a second append would append twice."""
+
+    @contextmanager
+    def mended(device: int) -> Iterator[None]:
+        driver.error = 0
+        yield
+
+    monkeypatch.setattr(launch, "_current", mended)
+    monkeypatch.setattr(driver, "fails_from", 2)
+    arguments = [np.zeros(1, CALL.dtype) for _ in range(4)]
+    for x, count in zip(arguments, range(4), strict=True):
+        x["count"] = count
+    run = PreparedLaunches([prepared(x) for x in arguments], [])
+    for _ in range(2):
+        driver.arguments.clear()
+        driver.error = 1
+        run.write(77)
+        run.run()
+        assert driver.arguments == [CALL.pack(count=count).tobytes() for count in (0, 1, 2, 2, 3)]
 
 
 def test_before_hopper_nothing_is_early_and_clusters_are_refused(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import kvlab  # noqa: E402
-from kvlab.ops import array_kinds  # noqa: E402
-from kvlab.ops.array_kinds import splitter  # noqa: E402
+from kvlab.integrations import torch_autograd  # noqa: E402
+from kvlab.ops import array_kinds, attention_call  # noqa: E402
+from kvlab.ops.array_kinds import kinds_of, splitter  # noqa: E402
 from kvlab.ops.cuda import attention as attention_cuda  # noqa: E402
 from kvlab.ops.cuda import (  # noqa: E402
     attention_backward,
@@ -254,6 +256,73 @@ def test_other_strides_and_places_are_other_calls(gpu: StandInGpu) -> None:
     moved = memory[1:].view(q.shape)  # 2 bytes off: no tensor copy reads it
     kvlab.attention(moved, k, v)
     assert call_in(gpu.launches[-1], attention_cuda._CALL)["q"]["address"] == moved.data_ptr()
+
+
+def test_tensors_as_before_are_not_looked_at_again(gpu: StandInGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+
+    def counted(*args: Any) -> Any:
+        looks.append(args)
+        return kinds_of(*args)
+
+    monkeypatch.setattr(attention_call, "kinds_of", counted)
+    for _ in range(4):
+        q, k, v = arrays()
+        kvlab.attention(q, k, v)
+        assert maps_in(gpu.launches[-1])[:3] == [x.data_ptr() for x in (q, k, v)]
+    assert len(looks) == 2
+    others = [
+        q.transpose(1, 2).contiguous().transpose(1, 2), q.half(), q[:, :-1], q[..., :64].contiguous(),
+        torch.zeros(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape),
+        torch._neg_view(q), np.zeros(q.shape, np.float32), q.clone().requires_grad_(), k, None,
+    ]  # fmt: skip
+    for x in others:
+        looks.clear()
+        kvlab.attention(q, k, v)
+        assert not looks
+        with suppress(TypeError, ValueError):
+            kvlab.attention(x, k, v)
+        assert len(looks) == 1
+        for _ in range(2):
+            kvlab.attention(q, k, v)
+
+
+def test_equal_prefix_sums_are_one_tensor(gpu: StandInGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As most callers have them; a tensor that is two arguments is none that torch compares in one go."""
+    looks = []
+    monkeypatch.setattr(attention_call, "kinds_of", lambda *args: looks.append(args) or kinds_of(*args))
+    for length in (TOKENS, TOKENS, TOKENS, TOKENS, TOKENS // 2):
+        (q, k, v), _ = flat()
+        cu = torch.arange(0, BATCH * TOKENS + 1, length, dtype=torch.int32)
+        kvlab.attention_varlen(q, k, v, cu, cu, TOKENS, TOKENS)
+        assert call_in(gpu.launches[-2], tile_list._CALL)["cu_q"] == cu.data_ptr()
+    assert len(looks) == 3
+    kvlab.attention_varlen(q, k, v, cu, cu.clone(), TOKENS, TOKENS)
+    assert len(looks) == 4
+    x = q[None]
+    for _ in range(4):
+        kvlab.attention(x, x, x)
+    assert len(looks) == 8
+
+
+def test_gradients_are_of_what_a_hook_gives_back(gpu: StandInGpu) -> None:
+    """Kept tensors may come back with other strides, and elsewhere."""
+    moved: list[Any] = []
+
+    def unpack(x: Any) -> Any:
+        moved.append(x.transpose(0, 1).contiguous().transpose(0, 1) if x.dim() == 4 else x)
+        return moved[-1]
+
+    for turn in range(6):
+        q, k, v = (x.requires_grad_() for x in arrays())
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack)
+        with hooks if turn % 2 else nullcontext():
+            torch_autograd.attention(q, k, v).backward(torch.zeros_like(q))
+        run = gpu.launches[-2]
+        assert run.name == "attend_backward"
+        for name, x in zip("qkv", moved[-5:] if turn % 2 else (q, k, v), strict=False):
+            found = call_in(run, attention_backward._CALL)[name]
+            assert (found["address"], found["strides"].tolist()) == (x.data_ptr(), [*x.stride()][:3])
 
 
 def test_gradients_of_keys_can_be_float32(gpu: StandInGpu) -> None:
