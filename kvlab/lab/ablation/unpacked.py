@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlab.ops.frame import FRAME, FRAME_OF_BLOCKS
 from kvlab.pages import NO_PAGE, PAGE_TABLE_BYTES, LayerPages, PageLayout, new_pool
 from kvlab.reference.pages import bit_address
 
@@ -64,12 +65,10 @@ def page_nbytes(pages: LayerPages) -> int:
     """Bytes of the live pages of a layer, of their entries in the page table, and of its key frame."""
     live = _live(pages)
     sizes = np.array([layout.nbytes + PAGE_TABLE_BYTES for layout in pages.layouts])
-    return (
-        int(sizes[pages.rung[live]].sum())
-        + pages.num_pages.nbytes
-        + pages.k_mean.nbytes
-        + pages.k_shift.nbytes
-    )
+    in_blocks = any(layout.in_blocks for layout in pages.layouts)
+    tables = ["num_pages", *(name for name in FRAME if in_blocks or name not in FRAME_OF_BLOCKS)]
+    nbytes: int = sum(getattr(pages, name).nbytes for name in tables)
+    return nbytes + int(sizes[pages.rung[live]].sum())
 
 
 def _live(pages: LayerPages) -> NDArray[np.bool_]:

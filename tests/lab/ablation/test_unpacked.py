@@ -67,3 +67,9 @@ def test_bytes_are_those_of_the_arrays_and_need_no_slack() -> None:
 def test_an_empty_layer_unpacks() -> None:
     cache = MixedPrecisionCache(1, 4, 2, 32, bits="2,4")
     assert page_nbytes(unpack_pages(cache.pages(0))) == cache.nbytes
+
+
+def test_bytes_of_profiles_are_those_of_the_cache() -> None:
+    cache = MixedPrecisionCache(1, 4, 2, 64, budget=None, bits="k4422v2,k8444v4")
+    cache.append(0, *np.random.default_rng(0).standard_normal((2, 1, 200, 2, 64), dtype=np.float32))
+    assert page_nbytes(cache.pages(0)) == cache.nbytes
