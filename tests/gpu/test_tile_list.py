@@ -6,15 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvlab.ops.cuda.tile_list import (
-    HEAD_BYTES,
-    TILES_OF_BLOCK,
-    ListBuilder,
-    Tiling,
-    heads_of_tile,
-    num_sections,
-)
-from kvlab.ops.device_arrays import multiprocessors
+from kvlab.ops.cuda.tile_list import HEAD_BYTES, ListBuilder, Tiling, heads_of_tile
 from kvlab.reference.tile_list import TILE, counter_of, section_of, tile_list
 
 
@@ -39,13 +31,13 @@ def test_lists_of_the_device_are_those_of_the_reference(seed: int) -> None:
     )
     memory = torch.full((builder.nbytes,), 255, device="cuda", dtype=torch.uint8)
     bounds = [torch.from_numpy(np.cumsum([0, *x]).astype(np.int32)).cuda() for x in lengths]
-    addresses = tuple(x.data_ptr() for x in bounds) if variable else (0, 0)
+    addresses = [x.data_ptr() for x in bounds] if variable else []
     builder.build(memory.data_ptr(), addresses, torch.cuda.current_stream().cuda_stream)
     stored = memory.cpu().numpy()
     count, semaphore = stored[:8].view(np.int32)
     pairs = number * heads_kv
-    fewest = TILES_OF_BLOCK * multiprocessors(0)
-    sections = num_sections(pairs, bytes_of_keys, builder.capacity, fewest)
+    sections = builder.sections
+    assert 1 <= sections <= pairs
     expected = tile_list(
         *lengths, heads_kv, group, **tiling._asdict(), sections=sections, window=window, variable=variable,
         in_order=in_order,

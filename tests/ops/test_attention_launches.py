@@ -63,6 +63,8 @@ def test_calls_that_come_again_change_addresses_alone(gpu: StandInGpu) -> None:
         assert call["lse"] == lse.data_ptr()
         assert call["semaphore"] == call["list"] + tile_list.SEMAPHORE_OFFSET
         assert (call["dim"], call["right"], call["lse_batch"]) == (DIM, 0, HEADS * TOKENS)
+        assert (call["out"], call["out_batch"]) == (out.data_ptr(), TOKENS * HEADS * DIM)
+        assert (call["out_position"], call["out_head"]) == (HEADS * DIM, DIM)
         assert out.shape == q.shape
         assert out.is_contiguous()
         assert lse.shape == (BATCH, HEADS, TOKENS)
@@ -97,7 +99,7 @@ def test_results_are_merged_into_those_of_other_keys_by_one_kernel(gpu: StandInG
         assert [launch.name for launch in gpu.launches[-2:]] == ["make_tile_list", "attend"]
         run = gpu.launches[-1]
         assert maps_in(run, 3) == [x.data_ptr() for x in (q, k, v)]
-        layout = attention_sm90._MERGING_CALL
+        layout = attention_sm90._CALL
         call = np.frombuffer(run.parameters[0][384:][: layout.size], layout.dtype)[0]
         assert (call["out"], call["lse"]) == tuple(x.data_ptr() for x in into)
         assert (call["out_position"], call["out_head"]) == (2 * HEADS * DIM, DIM)
@@ -152,7 +154,7 @@ def test_the_portable_kernels_get_all_addresses(
     of_list = call_in(made, tile_list._CALL)
     assert (of_list["cu_q"], of_list["cu_k"]) == tuple(x.data_ptr() for x in lengths[:2])
     assert (call["list"], call["variable"]) == (of_list["list"], 1)
-    assert [call[name] for name in ("pack", "positions")] == [of_list[name] for name in ("pack", "positions")]
+    assert (call["pack"], call["positions"]) == (of_list["pack"], of_list["positions"]["value"])
     assert run.grid[0] == of_list["capacity"]
     for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
         assert call[name]["address"] == x.data_ptr()
@@ -209,7 +211,10 @@ def test_gradients_of_long_calls_have_a_workspace_for_long_steps(gpu: StandInGpu
     assert [call["rows"] for call in calls] == [8320] * 3
     assert [launch.grid for launch in launches] == [(260, heads, 1), (132, 1, 1), (260, heads, 1)]
     of_list = call_in(made, tile_list._CALL)
-    assert (of_list["positions"], of_list["block_n"]) == (steps.block_n, steps.block_m)
+    assert [of_list[name]["value"].item() for name in ("positions", "block_n")] == [
+        steps.block_n,
+        steps.block_m,
+    ]
 
 
 def test_parts_of_results_may_be_changed_in_place() -> None:
@@ -379,6 +384,26 @@ def test_gradients_of_many_heads_of_medium_length_are_made_in_order(
     made, *launches = gpu.launches
     assert call_in(made, tile_list._CALL)["in_order"] == expected
     assert call_in(launches[0], attention_backward._CALL)["deterministic"] == expected
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "heads", "dim", "expected"),
+    [
+        (1, 4096, (64, 8), 128, True),
+        (2, 4096, (64, 8), 96, True),
+        (2, 3072, (64, 8), 128, True),
+        (4, 4096, (64, 8), 128, False),  # more tiles
+        (2, 4224, (64, 8), 128, False),
+        (2, 4096, (64, 8), 64, False),
+        (4, 3072, (32, 8), 128, False),
+    ],
+)
+def test_gradients_of_large_groups_of_heads_are_made_in_order_up_to_4096_keys(
+    gpu: StandInGpu, batch: int, tokens: int, heads: tuple[int, int], dim: int, expected: bool
+) -> None:
+    q, kv = (torch.zeros(batch, tokens, h, dim, dtype=torch.bfloat16) for h in heads)
+    kvlab.attention_backward(q, q, kv, kv, q, torch.zeros(batch, heads[0], tokens), causal=True)
+    assert call_in(gpu.launches[0], tile_list._CALL)["in_order"] == expected
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -56,6 +56,7 @@ def test_a_call_is_one_launch_with_its_list(gpu: StandInGpu, rank: int) -> None:
     assert (fields["first_arrival"], fields["heads_of_piece"]) == (5, 1)
     assert (fields["lse"], fields["lse_head"], fields["variable"]) == (lse.data_ptr(), 288, 1)
     assert (fields["pack"], fields["positions"], fields["right"]) == (4, 16, 0)
+    assert (fields["out"], fields["out_position"], fields["out_head"]) == (out.data_ptr(), HEADS * DIM, DIM)
     count, semaphore, *_ = at(int(fields["list"]), 16).view(np.int32)
     assert semaphore == 0
     assert launch.grid[0] == min(count, 132)

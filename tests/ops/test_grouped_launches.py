@@ -46,6 +46,9 @@ def test_a_call_is_a_list_and_a_kernel(gpu: StandInGpu) -> None:
         assert [maps[i] for i in (0, 1, 16, 17, 18)] == [x.data_ptr() for x in (q[0], q[2], k, v, outs[0])]
         assert call["results"]["lse"].tolist() == [lses[0].data_ptr() if return_lse else 0]
         assert call["results"]["lse_head"].tolist() == [sum(ROWS)]
+        assert call["results"]["out"].tolist() == [outs[0].data_ptr()]
+        assert call["results"]["out_position"].tolist() == [HEADS * DIM]
+        assert call["results"]["out_head"].tolist() == [DIM]
         assert (call["list"], call["segments"], call["arrivals"]) == (of_list["list"], 0, of_list["arrivals"])
         assert [int(call[f"first_row{g}"]) for g in range(2)] == [0, 300]
 

@@ -1,26 +1,34 @@
 // Attention backward for sm_80 and later: mma.sync, cp.async, dk and dv in registers, dq added in memory.
 //
 // Threads and data
-//   CTA    BLOCK_N keys of one (sequence, KV head), all rows that see them: attention/backward.cuh.
-//   warp   of scores: BLOCK_N / KEY_WARPS keys by BLOCK_M / (WARPS / KEY_WARPS) rows; of dk and dv: the same
-//   keys
-//          by a part of the channels; of dq: BLOCK_M / ROW_WARPS rows by a part of the channels.
-//   lane   g = lane / 4, u = lane % 4 of mma.m16n8k16: rows g and g + 8 of each 16, columns 2u and 2u + 1 of
-//          each 8. Scores have keys as rows and query rows as columns.
+//   A CTA has BLOCK_N keys of one (sequence, KV head) and goes through all rows that see them, BLOCK_M at a
+//   time (attention/backward.cuh).
+//   Scores have keys as rows and query rows as columns. KEY_WARPS warps divide the keys; PARTS warps that
+//   have the same keys divide the rest:
+//     of scores    BLOCK_N / KEY_WARPS keys by BLOCK_M / PARTS rows a warp
+//     of dk, dv    the same keys by HEAD_DIM / PARTS channels
+//     of dq        BLOCK_M / ROW_WARPS rows by HEAD_DIM * ROW_WARPS / WARPS channels
+//   A lane has g = lane / 4 and u = lane % 4 of mma.m16n8k16: rows g and g + 8 of each 16, columns 2u and
+//   2u + 1 of each 8.
 //
-// A tile of BLOCK_M rows is a step:
-//          S = K Q^T, dP = V dout^T, while the next Q is copied;  P = exp2(S - lse), dS = P (dP - dpsum), to
-//          shared memory;  dV += P dout;  dK += dS Q and dQ = dS^T K, while the next dout is copied
-// dQ goes to the workspace by atomic additions; if deterministic, a CTA waits until those before it in the
-// order of keys have added theirs, so that the sum is the same every time.
+// Memory
+//   Shared memory holds BLOCK_N rows of K and of V, Q_STAGES * BLOCK_M of Q and BLOCK_M of dout, of PITCH
+//   elements each; BLOCK_N rows of P and of dS, of P_PITCH; 2 stages of BLOCK_M lse_log2 and dpsum. Rows are
+//   8 elements longer than they need, so that the 8 rows that ldmatrix reads at once lie in different banks.
+//   At HEAD_DIM 128, BLOCK_M 64, BLOCK_N 128 a thread has 64 registers of dK, 64 of dV, 32 of S and 32 of dP,
+//   then of dQ.
 //
-// Memory: shared 2 BLOCK_N + (Q_STAGES + 1) BLOCK_M rows of PITCH, K, V, Q, dout; 2 BLOCK_N rows of P_PITCH,
-// P and dS; 4 BLOCK_M floats, lse_log2 and dpsum. Rows are 8 elements longer than they need, so that the 8
-// rows that ldmatrix reads at once lie in different banks. Registers at HEAD_DIM 128, BLOCK_M 64, BLOCK_N
-// 128: 64 of dK, 64 of dV, 32 of S, 32 of dP or dQ.
+// Steps, one for each tile of BLOCK_M rows
+//   1. S = K Q^T and dP = V dout^T, while the next Q is copied.
+//   2. P = exp2(S - lse) and dS = P (dP - dpsum) go to shared memory.
+//   3. dV += P dout.
+//   4. dQ = dS^T K is added to the workspace by atomic additions, while the next dout is copied. In a
+//      deterministic call a CTA first waits for those before it in the order of keys.
+//   5. dK += dS Q.
 //
-// Macros: HEAD_DIM, a multiple of 32 that the channels are filled up to with zeros; BF16; BLOCK_M; BLOCK_N;
-// WARPS; KEY_WARPS; ROW_WARPS; Q_STAGES; SOFTCAP and ALIGNED as in attention/forward.cu.
+// Macros
+//   HEAD_DIM, a multiple of 32: channels are filled up to it with zeros. BF16. BLOCK_M, BLOCK_N, WARPS,
+//   KEY_WARPS, ROW_WARPS, Q_STAGES. SOFTCAP, ALIGNED: as in attention/forward.cu.
 #include "common/pairs.cuh"
 
 constexpr int THREADS = WARPS * 32, PITCH = HEAD_DIM + 8, P_PITCH = BLOCK_M + 8;

@@ -1,20 +1,24 @@
 // Attention backward in float32 for sm_80 and later: plain multiply-adds.
 //
 // Threads and data
-//   CTA    BLOCK keys of one (sequence, KV head), all rows that see them, BLOCK at a time:
-//          attention/backward.cuh; BLOCK * 4 threads.
-//   thread   y = thread / 8, x = thread % 8: of scores rows 2y and 2y + 1 by the keys x + 8 j; of dK and dV
-//   the
-//          keys 2y and 2y + 1, of dQ those rows, by the channels 4 x + 32 j to 4 x + 32 j + 3.
+//   A CTA of BLOCK * 4 threads has BLOCK keys of one (sequence, KV head) and goes through all rows that see
+//   them, BLOCK at a time (attention/backward.cuh).
+//   A thread has y = thread / 8 and x = thread % 8. Of scores it has rows 2y and 2y + 1 by the keys x + 8 j.
+//   Of dK and dV it has keys 2y and 2y + 1, of dQ those rows, by channels 4 x + 32 j to 4 x + 32 j + 3.
 //
-// A tile of BLOCK rows is a step: Q and dout to shared memory; S = Q K^T, dP = dout V^T; P = exp(S - lse) and
-// dS = P (dP - dpsum) to shared memory; dV += P^T dout, dK += dS^T Q, and dQ = dS K, added to the workspace
-// as attention/backward.cu does. Sums over a tile are made apart and then added, which rounds less.
+// Memory
+//   Shared memory holds 4 BLOCK rows of PITCH floats, K, V, Q and dout, and 2 BLOCK rows of P_PITCH floats, P
+//   and dS. At HEAD_DIM 256 a thread has 64 registers of dK and 64 of dV.
 //
-// Memory: shared 4 BLOCK rows of PITCH floats, K, V, Q, dout; 2 BLOCK rows of P_PITCH, P and dS. Registers at
-// HEAD_DIM 256: 64 of dK, 64 of dV.
+// Steps, one for each tile of BLOCK rows
+//   1. Q and dout go to shared memory; S = Q K^T and dP = dout V^T.
+//   2. P = exp(S - lse) and dS = P (dP - dpsum) go to shared memory.
+//   3. dV += P^T dout and dK += dS^T Q.
+//   4. dQ = dS K is added to the workspace, as in attention/backward.cu.
+//   Sums over a tile are made apart and then added, which rounds less.
 //
-// Macros: HEAD_DIM, a multiple of 32 that the channels are filled up to with zeros; BLOCK, 16 or 32.
+// Macros
+//   HEAD_DIM, a multiple of 32: channels are filled up to it with zeros. BLOCK, 16 or 32.
 #define BF16 0
 #define FLOAT32 1
 #include "common/pairs.cuh"

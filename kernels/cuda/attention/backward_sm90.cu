@@ -1,42 +1,45 @@
-// Attention backward for Hopper (sm_90a): persistent CTAs that walk a list of tiles; TMA and wgmma.
+// Attention backward for Hopper (sm_90a): persistent CTAs walk a list of tiles, TMA copies, wgmma multiplies.
 //
 // Threads and data
-//   CTA    one a multiprocessor; takes tiles from the list until none is left. A tile is BLOCK_N = 128 keys
-//          of one (sequence, KV head) and all rows that see them, those of one group of queries after those
-//          of another: attention/backward.cuh. Of a short call
-//          CLUSTER_SPLIT CTAs, a cluster, have one tile and share its rows evenly; dK and dV are added up at
-//          the end.
-//   warp 0   a thread takes the tiles and loads Q with its lse_log2, BLOCK_M rows at a time.
-//   warp 1   a thread loads K, V and dout with its dpsum. Q and dout have two stages.
-//   warps 2, 3   a thread each adds dQ to the workspace, of a warpgroup or, deterministic, of every other
-//          step. These four warps give their registers away.
-//   warps 4-7, 8-11   a warpgroup each has 64 keys, all rows: scores have keys as rows and query rows as
-//          columns, 16 keys a warp, so P and dS stay in registers as the first operands of dV and dK. Of dQ,
-//          which sums over all keys, each has 64 rows by 64 channels (of 96 the second has 32), and takes dS
-//          from shared memory. A step of 80 rows (TURNED) has them as columns: 64 channels by 80 rows.
+//   A CTA takes tiles from the list until none is left; there is one CTA a multiprocessor.
+//   A tile is BLOCK_N = 128 keys of one (sequence, KV head) and all rows that see them, those of one group of
+//   queries after those of another (attention/backward.cuh). In a short call a cluster of CLUSTER_SPLIT CTAs
+//   has one tile and shares its rows evenly; their dK and dV are added up at the end.
+//   Warp 0: one thread takes the tiles and loads Q with its lse_log2, BLOCK_M rows at a time.
+//   Warp 1: one thread loads K, V, and dout with its dpsum.
+//   Warps 2 and 3: one thread each adds dQ to the workspace, that of a warpgroup or, in a deterministic call,
+//   that of every other step.
+//   Warps 4 to 7 and 8 to 11 compute. A warpgroup has 64 keys and all rows. Scores have keys as rows and
+//   query rows as columns, 16 keys a warp, so P and dS stay in registers as first operands of dV and dK.
+//   dQ sums over all keys, so a warpgroup takes dS of both from shared memory: it has 64 rows by 64 channels
+//   of dQ (of 96 channels the second has 32), or 64 channels by 80 rows where a step has 80 (TURNED).
 //
-// BLOCK_M rows are a step of a warpgroup:
-//          S = K Q^T and, behind it, dP = V dout^T;  P = exp2(S - lse) while dP runs;  dV += P dout begins,
-//          dS = P (dP - dpsum) to shared memory;  dQ = dS^T K and dK += dS Q begin;  dQ goes to shared memory
-//          while dK runs
-// S and dP read shared memory as fast as it is. So nothing else is read or stored beside them that anyone
-// waits for: lse_log2 is read while dK of the step before runs. With LAG a warpgroup takes dQ of the step
-// before, so that it need not wait for dS of the other: one's exponentials run beside the other's products.
-// With HOLD_V it has its part of V in registers, so that dP reads shared memory half as much.
+// Memory
+//   Shared memory holds, from a multiple of 1024 on, in blocks of 64 columns: K and V, 2 stages of Q and of
+//   dout, 2 of dS (BLOCK_N by BLOCK_M), dQ (2 by 64 by 64 floats), 2 stages of lse_log2 and dpsum; barriers
+//   and two tiles follow. Sums of dK and dV for a cluster lie where K, V, Q and dout were.
+//   At HEAD_DIM 128 and BLOCK_M 64 a computing thread has 64 registers of dK, 64 of dV, 32 of S, 32 of dP or
+//   dQ, 16 of P, 16 of dS and 16 of lse_log2 or dpsum; at BLOCK_M 80 it has 64, 64, 40, 40, 20, 20 and 4.
+//   Warps 0 to 3 give their registers away.
 //
-// A DETERMINISTIC call has its tiles in the order of keys. The addition of dQ waits until the CTAs before it
-// in the order of keys have made theirs; the first stores what the others add to.
+// Steps of a warpgroup, one for each BLOCK_M rows
+//   1. It begins S = K Q^T and, behind it, dP = V dout^T.
+//   2. P = exp2(S - lse) while dP runs. dV += P dout begins.
+//   3. dS = P (dP - dpsum) goes to shared memory.
+//   4. It begins dQ = dS^T K and dK += dS Q. dQ goes to shared memory while dK runs.
+//   S and dP read shared memory as fast as it is, so nothing else that anyone waits for is read or stored
+//   beside them: lse_log2 is read while dK of the step before runs.
+//   With LAG a warpgroup takes dQ of the step before, so that it need not wait for dS of the other; the
+//   exponentials of one then run beside the products of the other. With HOLD_V it has its part of V in
+//   registers, so that dP reads half as much from shared memory.
+//   A DETERMINISTIC call has its tiles in the order of keys. The addition of dQ waits until the CTAs before
+//   it in that order have made theirs; the first of them stores what the others add to.
 //
-// Memory: shared, from a multiple of 1024 on, in blocks of 64 columns: K and V, 2 stages of Q and of dout, 2
-// of dS (BLOCK_M x BLOCK_N), dQ (2 x 64 x 64 floats); 2 stages of lse_log2 and dpsum; mbarriers, two
-// tiles. Sums of dK and dV for the cluster lie where K, V, Q and dout were. Registers at HEAD_DIM 128,
-// BLOCK_M 64: 64 of dK, 64 of dV, 32 of S, 32 of dP or dQ, 16 of P, 16 of dS, 16 of lse_log2 or dpsum; at
-// BLOCK_M 80: 64, 64, 40, 40, 20, 20 and 4.
-//
-// Macros: HEAD_DIM, 64, 96 or 128, that the channels are filled up to with zeros; BF16; SOFTCAP as in
-// attention/forward.cu; CLUSTER_SPLIT, 1, 2, 4 or 8; QUERY_GROUPS, most groups of queries of a call (1 if it
-// is not given); DETERMINISTIC, 1 for the same bits every time (0 if it is not given); BLOCK_M, 80 for long
-// steps at 128 channels.
+// Macros
+//   HEAD_DIM, 64, 96 or 128: channels are filled up to it with zeros. BF16, SOFTCAP: as in
+//   attention/forward.cu. CLUSTER_SPLIT, 1, 2, 4 or 8. BLOCK_M, 80 for long steps at 128 channels.
+//   QUERY_GROUPS: most groups of queries of a call, 1 if it is not given.
+//   DETERMINISTIC, 0 if it is not given; 1: the same bits every time.
 constexpr int INFO_STAGES = 2;
 
 #include "attention/products_sm90.cuh"

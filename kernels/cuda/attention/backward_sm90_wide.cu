@@ -1,33 +1,37 @@
-// Attention backward for Hopper (sm_90a) at head dimensions above 128: as attention/backward_sm90.cu, but dk
-// and dv of 64 keys fill the registers of both computing warpgroups, and dq would be added to memory twice as
-// often. So two CTAs, a cluster, have 128 keys between them: they exchange dS, and each adds up half of dQ.
+// Attention backward for Hopper (sm_90a) at head dimensions above 128.
+//
+// It is attention/backward_sm90.cu but for this: dk and dv of 64 keys fill the registers of both computing
+// warpgroups, and with 64 keys a CTA would add dq to memory twice as often. So a pair of CTAs has 128 keys
+// between them: the two exchange dS, and each adds up half of dQ.
 //
 // Threads and data
-//   cluster  a tile of the list, with PERSISTENT one after the other, taken by a semaphore: 128 keys of one
-//            (sequence, KV head), all rows that see any of them, 64 at a time. CLUSTER_SPLIT pairs of CTAs
-//            share these steps evenly, the two of a pair in step. dK and dV of the pairs are added up at the
-//            end, as attention/backward_sm90.cu says.
-//   CTA      64 of the keys: attention/backward.cuh. Of dQ it has half of the channels, summed over 128 keys.
-//   warps 0-3   warp 0 loads, as attention/backward_sm90.cuh says; a thread each of warps 1 and 2 adds dQ of
-//            a warpgroup to the workspace.
-//   warps 4-7   S = K Q^T and P, all keys by all rows; then, as the others, of dK and dV all keys by 128
-//            channels, of dQ all rows by 64 channels.
-//   warps 8-11  dP = V dout^T and dS.
+//   A cluster has a tile of the list: 128 keys of one (sequence, KV head) and all rows that see any of them,
+//   64 at a time. It is CLUSTER_SPLIT pairs of CTAs, which share the steps evenly, the two of a pair in step;
+//   dK and dV of the pairs are added up at the end. With PERSISTENT a pair takes tiles one after another.
+//   A CTA has 64 of the keys and, of dQ, half of the channels, summed over 128 keys.
+//   Warps 0 to 3: warp 0 loads (attention/backward_sm90.cuh); one thread each of warps 1 and 2 adds dQ of a
+//   warpgroup to the workspace.
+//   Warps 4 to 7 compute S = K Q^T and P, warps 8 to 11 dP = V dout^T and dS, all keys by all rows. Then each
+//   of the two warpgroups has 128 channels of dK and dV by all keys, and 64 channels of dQ by all rows.
 //
-// A step:  S, which warps 4-7 begin a step ahead, beside dP;  P to shared memory;  dV += P dout begins;  dS
-// to
-//          shared memory, from there to the other CTA;  dQ = dS^T K of own keys, dK += dS Q, dQ += dS^T K of
-//          the other's keys;  dQ to where the CTA's half of Q was, from there by a bulk addition to the
-//          workspace
+// Memory
+//   Shared memory holds, from a multiple of 1024 on: K, V, dout and 2 stages of Q, 32 KiB each; 128 channels
+//   of the other CTA's K, those that this one has of dQ, 16 KiB; P, dS, the other's dS and, with a cap, P
+//   times the cap's slope, 8 KiB each; lse_log2 and dpsum, barriers and the tile.
+//   A computing thread has 64 registers of dK, 64 of dV, 32 of dQ, 32 of S or dP.
 //
-// Memory: shared, from a multiple of 1024 on: K, V, dout and 2 stages of Q of 32 KiB each, the other's K with
-// the CTA's channels of dQ, 16 KiB; P, dS, the other's dS and, with a cap, P times the cap's slope, of 8 KiB
-// each; stats, mbarriers and the tile. Registers: 64 of dK, 64 of dV, 32 of dQ, 32 of S or dP.
+// Steps, one for each 64 rows
+//   1. S, which warps 4 to 7 begin a step ahead, beside dP.
+//   2. P goes to shared memory. dV += P dout begins.
+//   3. dS goes to shared memory, and from there to the other CTA.
+//   4. dQ = dS^T K of own keys, dK += dS Q, dQ += dS^T K of the other's keys.
+//   5. dQ goes to where the CTA's half of Q was, and from there by a bulk addition to the workspace.
 //
-// Macros: HEAD_DIM, 256, that the channels are filled up to with zeros; BF16; SOFTCAP as in
-// attention/forward.cu; CLUSTER_SPLIT, 1, 2 or 4; DETERMINISTIC, 1 for the same bits every time; PERSISTENT,
-// 1 where there may be fewer clusters than tiles, with a CLUSTER_SPLIT of 1, which takes a sixth longer
-// (both 0 if they are not given).
+// Macros
+//   HEAD_DIM, 256: channels are filled up to it with zeros. BF16, SOFTCAP: as in attention/forward.cu.
+//   CLUSTER_SPLIT, 1, 2 or 4. DETERMINISTIC, 0 if it is not given; 1: the same bits every time.
+//   PERSISTENT, 0 if it is not given; 1, with a CLUSTER_SPLIT of 1: there may be fewer pairs than tiles. It
+//   takes a sixth longer.
 #ifndef PERSISTENT
 #define PERSISTENT 0
 #endif

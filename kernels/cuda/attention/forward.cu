@@ -1,27 +1,30 @@
 // Attention forward for sm_80 and later: mma.sync, cp.async, a running softmax over tiles of keys.
 //
 // Threads and data
-//   CTA    a tile of a list, up to BLOCK_M = WARPS * 16 * M_TILES rows: attention/rows.cuh. Heads that share
-//   K
-//          and V share its tiles.
-//   warp   16 * M_TILES rows, all keys, all channels; warps meet only to hand over tiles.
-//   lane   g = lane / 4, u = lane % 4 of mma.m16n8k16: rows g and g + 8 of each 16, columns 2u and 2u + 1 of
-//          each 8. Scores leave the first product in the registers where the second one wants them.
+//   A CTA has one tile of a list, up to BLOCK_M = WARPS * 16 * M_TILES rows (attention/rows.cuh). The query
+//   heads that share K and V share its tiles of keys.
+//   A warp has 16 * M_TILES rows, all keys and all channels. Warps meet only to hand over tiles of keys.
+//   A lane has g = lane / 4 and u = lane % 4 of mma.m16n8k16: rows g and g + 8 of each 16 rows, columns 2u
+//   and 2u + 1 of each 8. Scores leave the first product in the registers where the second wants them.
 //
-// A tile of BLOCK_N keys is a step:
-//          S = Q K^T, while V is copied;  P = exp2(S - row_max);  O = O * rescale + P V, while the next K is
-//          copied
-// row_max follows a row's maximum only when that is more than SLACK above it, so O is seldom rescaled.
-// Tiles that every row sees whole are computed without a mask.
+// Memory
+//   Shared memory holds BLOCK_M rows of Q (later of O), then BLOCK_N rows of K and of V. A row has PITCH
+//   elements, 8 more than channels, so that the 8 rows that ldmatrix reads at once lie in different banks.
+//   At HEAD_DIM 128, M_TILES 2 and BLOCK_N 64 a thread has 128 registers of O, 64 of S (then 32 of P), 8 of
+//   Q, 4 of K or V and 8 of the softmax.
 //
-// Memory: shared (BLOCK_M + 2 BLOCK_N) * PITCH elements, Q (later O), K, V; a row has 8 elements more than
-// channels, so that the 8 rows that ldmatrix reads at once lie in different banks. Registers at HEAD_DIM 128,
-// M_TILES 2, BLOCK_N 64: 128 of O, 64 of S (then 32 of P), 8 of Q, 4 of K or V, 8 of the softmax.
+// Steps, one for each tile of BLOCK_N keys
+//   1. S = Q K^T, while V is copied.
+//   2. P = exp2(S - row_max). row_max follows a row's maximum only where that is more than SLACK above it, so
+//      O is seldom rescaled. Where all rows see all keys of the tile there is no mask.
+//   3. O = O * rescale + P V, while the next K is copied.
 //
-// Macros: HEAD_DIM, a multiple of 16 that the channels are filled up to with zeros; BF16; M_TILES; WARPS;
-// BLOCK_N; BLOCKS, CTAs of a multiprocessor; SOFTCAP: 0 scores are scaled inside the
-// exponential, which takes scale > 0, 1 scaled, and capped if softcap > 0, before; ALIGNED: 1 rows can be
-// copied 16 bytes at a time, 0 element by element.
+// Macros
+//   HEAD_DIM, a multiple of 16: channels are filled up to it with zeros. BF16. M_TILES, WARPS, BLOCK_N.
+//   BLOCKS: CTAs of a multiprocessor.
+//   SOFTCAP: 0, scores are scaled inside the exponential, so the scale must be positive; 1, they are scaled
+//   before it, and capped if softcap > 0.
+//   ALIGNED: 1, rows can be copied 16 bytes at a time; 0, element by element.
 #include "attention/rows.cuh"
 #include "attention/softmax.cuh"
 #include "common/ampere.cuh"

@@ -12,6 +12,10 @@
 #ifndef QUERY_GROUPS
 #define QUERY_GROUPS 1
 #endif
+// Whether the warpgroups that compute write out themselves, from registers: they merge, or Q has one slot
+// only, which then takes the next Q as soon as the last scores are there. Else out goes through the slot of
+// Q.
+#define WRITES_OUT (MERGE || Q_SLOTS == 1)
 #include "common/hopper.cuh"
 #if QUERY_GROUPS == 1
 #include "attention/tiles.cuh"
@@ -27,18 +31,17 @@ constexpr int KV_BLOCK = BLOCK_N * 128, TILE_BYTES = COLUMN_BLOCKS * KV_BLOCK;  
 constexpr int STAGES = 2, INFO_STAGES = 2, SLOTS = Q_SLOTS * GROUPS;
 constexpr bool GROUPED = QUERY_GROUPS > 1;
 constexpr bool SPLIT = HEAD_DIM <= 128;  // whether tiles may be split over keys: registers are there for it
-constexpr int ENTRIES = GROUPED ? GROUPS : 1;  // of a tile
+constexpr int ENTRIES = GROUPED ? GROUPS : 1;    // of a tile
+constexpr int OUT_READERS = WRITES_OUT ? 4 : 1;  // of a warpgroup's Q and tile: its warps, or what stores out
 constexpr int BARRIERS = 4 * STAGES + 3 * SLOTS + 2 * INFO_STAGES + 1;
 static_assert(KV_BLOCK % 1024 == 0, "swizzled blocks begin at multiples of 1024");
 
-// Where results are, beside what the map of out says.
+// Where results are.
 struct Results {
     float* lse;  // [batch, heads_q, seqlen_q], or [heads_q, total_q]; null: not wanted
     i64 lse_batch, lse_head;
-#if MERGE
-    float* out;  // [total_q, heads_q, dim]
-    i64 out_position, out_head;
-#endif
+    void* out;  // [batch, seqlen_q, heads_q, dim], or [total_q, heads_q, dim]; float32 where it is merged
+    i64 out_batch, out_position, out_head;
 };
 
 struct Call {

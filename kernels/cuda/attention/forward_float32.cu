@@ -1,19 +1,23 @@
-// Attention forward in float32 for sm_80 and later: plain multiply-adds, a running softmax over tiles of
-// keys.
+// Attention forward in float32 for sm_80 and later: multiply-adds, a running softmax over tiles of keys.
 //
 // Threads and data
-//   CTA    a tile of a list, up to BLOCK_M = 32 rows: attention/rows.cuh; 128 threads.
-//   thread   y = thread / 8, x = thread % 8: rows 2y and 2y + 1; of scores the keys x + 8 j of a tile, of out
-//          the channels 4 x + 32 j to 4 x + 32 j + 3. The 8 threads of two rows are neighbours in a warp.
+//   A CTA of 128 threads has one tile of a list, up to BLOCK_M = 32 rows (attention/rows.cuh).
+//   A thread has y = thread / 8 and x = thread % 8. It has rows 2y and 2y + 1; of scores it has the keys
+//   x + 8 j of a tile, of out the channels 4 x + 32 j to 4 x + 32 j + 3. The 8 threads of two rows are
+//   neighbours in a warp.
 //
-// A tile of BLOCK_N = 32 keys is a step: K to shared memory, S = Q K^T, P = exp(S - row_max) to shared
-// memory, V to where K was, O = O * rescale + P V.
+// Memory
+//   Shared memory holds 64 rows of PITCH floats, Q and then K or V, and 32 rows of 36 floats of P. Rows are 4
+//   floats longer than channels, so that threads that read 16 bytes of neighbouring rows meet different
+//   banks. At HEAD_DIM 256 a thread has 64 registers of O and 64 of what a tile adds to it.
 //
-// Memory: shared 64 rows of PITCH floats, Q, then K or V; 32 rows of 36 floats of P. Rows are 4 floats longer
-// than channels, so that threads that read 16 bytes of neighbouring rows meet different banks. Registers at
-// HEAD_DIM 256: 64 of O, 64 of the tile's part of it.
+// Steps, one for each tile of BLOCK_N = 32 keys
+//   1. K goes to shared memory; S = Q K^T.
+//   2. P = exp(S - row_max) goes to shared memory.
+//   3. V goes to where K was; O = O * rescale + P V.
 //
-// Macros: HEAD_DIM, a multiple of 32 that the channels are filled up to with zeros.
+// Macros
+//   HEAD_DIM, a multiple of 32: channels are filled up to it with zeros.
 #define BF16 0
 #define FLOAT32 1
 #include "attention/rows.cuh"

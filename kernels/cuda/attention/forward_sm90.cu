@@ -1,37 +1,41 @@
-// Attention forward for Hopper (sm_90a): persistent blocks that walk a list of tiles; TMA and wgmma.
+// Attention forward for Hopper (sm_90a): persistent CTAs walk a list of tiles, TMA copies, wgmma multiplies.
 //
 // Threads and data
-//   CTA    one a multiprocessor; takes tiles from the list until none is left. A tile is GROUPS times
-//   `positions`
-//          query positions of `pack` query heads that read one KV head: a row is (position, head), heads
-//          fastest, at most 64 rows a warpgroup.
-//   warp 0   a thread loads tiles of BLOCK_N keys and values, two stages of each.
-//   warp 1   a thread takes the tiles and loads Q, one tile ahead where shared memory has two slots for it.
-//   warps 2, 3   a thread each stores out from where Q was. These four warps give their registers away.
-//          Where results are merged into others, float32 in memory, the computing warpgroups do that.
-//   warps 4-7, 8-11 ...   a warpgroup each has its 64 rows, all keys, all channels; 16 rows a warp, laid out
-//   as
-//          attention/softmax.cuh says. P goes from registers into the product with V.
+//   A CTA takes tiles from the list until none is left; there is one CTA a multiprocessor.
+//   A tile is GROUPS times `positions` query positions of `pack` query heads that read one KV head.
+//   A row is a pair (position, head), heads fastest. A warpgroup has up to 64 rows of the tile.
+//   Warp 0 loads: one thread copies tiles of BLOCK_N keys and of BLOCK_N values, two stages of each.
+//   Warp 1 takes the tiles: one thread reads the next tile from the list and copies its Q.
+//   Warps 2 and 3 store: one thread each copies out to memory from where Q was. With WRITES_OUT they rest.
+//   Warps 4 to 7, 8 to 11 and so on compute. A warpgroup has its 64 rows, all keys and all channels; a warp
+//   has 16 rows, laid out as attention/softmax.cuh says.
 //
-// A warpgroup goes from the last tile of keys to the first: the first keys, which all tiles of the list see,
-// are then those that L2 got last. It begins S of a tile of keys and, behind it, O += P V of the tile before,
-// and computes P while that product runs. Warpgroups begin their products in turns, so that the exponentials
-// of one run beside the products of the others. In the meantime the other warps load the next tile and store
-// the last.
+// Memory
+//   Shared memory holds, from a multiple of 1024 on: Q_SLOTS * GROUPS slots of 64 rows of Q, 2 stages of
+//   BLOCK_N rows of K, 2 of V; channels are filled up to a multiple of 64. Barriers and two tiles follow.
+//   A computing thread has HEAD_DIM / 2 registers of O, BLOCK_N / 2 of S and half as many of P; in all it has
+//   240, 160 or 112 registers where 2, 3 or 4 warpgroups compute. Warps 0 to 3 give theirs away.
 //
-// Rows without a query (there are fewer than 64, or the sequence ends) have a row_max of infinity: shared
-// memory may hold anything there, and they must not make the rows of their warp rescale.
+// Steps of a warpgroup, from the last tile of keys to the first
+//   1. It begins S = Q K^T of a tile of keys, and behind it O += P V of the tile before.
+//   2. It computes the softmax P of S in registers while that product runs.
+//   3. It hands the stages back, and scales O if a row's peak has risen.
+//   Warpgroups begin their products in turns, so the exponentials of one run beside the products of another.
+//   The order of keys is this one since all tiles of a list see the first keys, which L2 then got last.
+//   At the end O leaves through the slot of Q. With WRITES_OUT (one slot of Q, or MERGE) O is written from
+//   registers instead, and the next Q arrives as soon as the last S of the tile is there.
 //
-// Memory: shared, from a multiple of 1024 on: Q_SLOTS * GROUPS slots of 64 rows of Q (later out), K and V, 2
-// stages of BLOCK_N rows each, channels filled up to a multiple of 64; mbarriers, two TileInfo. Registers:
-// HEAD_DIM / 2 of O, BLOCK_N / 2 of S, half as many of P, of 240, 160 or 112 for 2, 3 or 4 warpgroups.
+// A row without a query has a row_max of infinity. Shared memory may hold anything there, and such a row must
+// not make the rows of its warp rescale. There are some where a warpgroup has fewer than 64 rows, and behind
+// the end of a sequence.
 //
-// Macros: HEAD_DIM, 64, 96, 128 or 256, that the channels are filled up to with zeros; BF16; BLOCK_N; SOFTCAP
-// as in attention/forward.cu; GROUPS, warpgroups that compute; Q_SLOTS, 1 or 2; QUERY_GROUPS, most groups of
-// queries of a call (1 if it is not given): with more, warpgroups have entries of their own in a tile, tiles
-// may be split over keys, and keys may lie in segments; MERGE (0 if it is not given), 1: results are merged
-// into out, float32, and lse over other keys; GATHERED (0 if it is not given), 1: keys lie in runs, some of
-// which other ranks send meanwhile.
+// Macros
+//   HEAD_DIM, 64, 96, 128 or 256: channels are filled up to it with zeros. BF16, SOFTCAP: as in
+//   attention/forward.cu. BLOCK_N: keys of a tile. GROUPS: warpgroups that compute. Q_SLOTS, 1 or 2.
+//   QUERY_GROUPS: most groups of queries of a call, 1 if it is not given. With more, each warpgroup has an
+//   entry of its own in a tile, tiles may be split over keys, and keys may lie in segments.
+//   MERGE, 0 if it is not given; 1: results are merged into out, in float32, and lse over other keys.
+//   GATHERED, 0 if it is not given; 1: keys lie in runs, some of which other ranks send meanwhile.
 #include "attention/softmax.cuh"
 #include "attention/products_sm90.cuh"
 #include "attention/forward_sm90.cuh"
@@ -117,28 +121,44 @@ __device__ __forceinline__ bool has_query(const Tile& t, const Rows& rows, const
     return own < call.positions && rows.position + own < t.q_length;
 }
 
-#if MERGE
+// Where the results of a row of the warpgroup are, if it has a query.
+struct ResultRow {
+    bool present;
+    int head;      // query head
+    i64 position;  // row of out and lse, counted from the first of the sequence's row of the batch
+};
+
+__device__ __forceinline__ ResultRow find_result(const Tile& t, const Rows& rows, const Call& call, int row) {
+    ResultRow found;
+    int own;
+    found.present = has_query(t, rows, call, row, own);
+    found.head = t.head_q + row - own * call.pack;
+    found.position = out_start(t, call) + rows.position + own;
+    return found;
+}
+
+// The sum of a row over the 4 lanes that have parts of it.
+__device__ __forceinline__ float sum_of_row(float part) {
+    part += __shfl_xor_sync(ALL_LANES, part, 1);
+    return part + __shfl_xor_sync(ALL_LANES, part, 2);
+}
+
 // Merges what these keys give into out and lse of other keys, in place. What out holds where lse is -inf is
 // not read; it becomes 0 where these keys are not seen either.
-__device__ __forceinline__ void finish_rows(const Softmax& softmax, float (&o)[SUMS_O], const Tile& t,
-                                            const Rows& rows, const Call& call, u32, int row,
-                                            float scale_log2) {
+__device__ __forceinline__ void merge_rows(const Softmax& softmax, const float (&o)[SUMS_O], const Tile& t,
+                                           const Rows& rows, const Call& call, int row, float scale_log2) {
     const int lane = threadIdx.x % 32;
     const Results& results = call.results[group_of(t)];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        float sum = softmax.row_sum[half] + __shfl_xor_sync(ALL_LANES, softmax.row_sum[half], 1);
-        sum += __shfl_xor_sync(ALL_LANES, sum, 2);
-        const int own_row = row + 8 * half;
-        int own;
-        const bool present = has_query(t, rows, call, own_row, own), seen = sum != 0.f;
-        const int head = t.head_q + own_row - own * call.pack;
-        const i64 position = out_start(t, call) + rows.position + own;
-        float* const lse = results.lse + head * results.lse_head + position;
-        float* const out =
-            results.out + position * results.out_position + head * results.out_head + 2 * (lane % 4);
-        const float there = present ? *lse * LOG2E : -INFINITE;
-        const bool merges = seen && there != -INFINITE, writes = present && (seen || there == -INFINITE);
+        const float sum = sum_of_row(softmax.row_sum[half]);
+        const bool seen = sum != 0.f;
+        const ResultRow to = find_result(t, rows, call, row + 8 * half);
+        float* const lse = results.lse + to.head * results.lse_head + to.position;
+        float* const out = (float*)results.out + to.position * results.out_position +
+                           to.head * results.out_head + 2 * (lane % 4);
+        const float there = to.present ? *lse * LOG2E : -INFINITE;
+        const bool merges = seen && there != -INFINITE, writes = to.present && (seen || there == -INFINITE);
         float2 old[HEAD_DIM / 8];
 #pragma unroll
         for (int n = 0; n < HEAD_DIM / 8; ++n)
@@ -159,38 +179,73 @@ __device__ __forceinline__ void finish_rows(const Softmax& softmax, float (&o)[S
         if (writes && seen && lane % 4 == 0) *lse = (highest + __log2f(total)) * LN2;
     }
 }
-#else
-// Writes lse, if it is wanted, and leaves out, in `to`, where Q was.
+
+// Makes out of O, by the sums of its rows, and writes lse, if it is wanted.
 __device__ __forceinline__ void finish_rows(const Softmax& softmax, float (&o)[SUMS_O], const Tile& t,
-                                            const Rows& rows, const Call& call, u32 to, int row,
-                                            float scale_log2) {
-    const int lane = threadIdx.x % 32;
+                                            const Rows& rows, const Call& call, int row, float scale_log2) {
     const Results& results = *call.results;
     float factor[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        float sum = softmax.row_sum[half] + __shfl_xor_sync(ALL_LANES, softmax.row_sum[half], 1);
-        sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+        const float sum = sum_of_row(softmax.row_sum[half]);
         factor[half] = sum == 0.f ? 0.f : __fdividef(1.f, sum);
-        const int own_row = row + 8 * half;
-        int own;
-        if (results.lse && has_query(t, rows, call, own_row, own) && lane % 4 == 0) {
-            const int head = t.head_q + own_row - own * call.pack;
-            results.lse[t.sequence * results.lse_batch + head * results.lse_head + out_start(t, call) +
-                        rows.position + own] =
+        const ResultRow to = find_result(t, rows, call, row + 8 * half);
+        if (results.lse && to.present && threadIdx.x % 4 == 0)
+            results.lse[t.sequence * results.lse_batch + to.head * results.lse_head + to.position] =
                 sum == 0.f ? -INFINITE : (softmax.row_max[half] * scale_log2 + __log2f(sum)) * LN2;
-        }
     }
+    scale_rows(o, factor);
+}
+
+// Leaves out in shared memory.
+__device__ __forceinline__ void stage_out(const float (&o)[SUMS_O], u32 to) {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int n = 0; n < HEAD_DIM / 8; n += 2) {
         u32 x[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-            x[i] = pack_pair(o[4 * n + 2 * i] * factor[i % 2], o[4 * n + 2 * i + 1] * factor[i % 2]);
+        for (int i = 0; i < 4; ++i) x[i] = pack_pair(o[4 * n + 2 * i], o[4 * n + 2 * i + 1]);
         store_matrices(to + n / 8 * Q_BLOCK + ((n % 8 + lane / 16) ^ lane % 8) * 16, x);
     }
 }
-#endif
+
+// Transposes 4 times 4 words of 4 lanes in a row: lane i gets word i of each.
+__device__ __forceinline__ void transpose_words(u32 (&x)[4]) {
+    const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+        const u32 other = __shfl_xor_sync(ALL_LANES, odd ? x[i] : x[i + 1], 1);
+        x[i] = odd ? other : x[i], x[i + 1] = odd ? x[i + 1] : other;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const u32 other = __shfl_xor_sync(ALL_LANES, high ? x[i] : x[i + 2], 2);
+        x[i] = high ? other : x[i], x[i + 2] = high ? x[i + 2] : other;
+    }
+}
+
+// Writes out to memory. The 4 lanes of a row exchange words until each has 8 channels in a row, so that they
+// write 64 bytes at a time.
+__device__ __forceinline__ void write_out(const float (&o)[SUMS_O], const Tile& t, const Rows& rows,
+                                          const Call& call, int row) {
+    const Results& results = *call.results;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const ResultRow to = find_result(t, rows, call, row + 8 * half);
+        u16* const out = (u16*)results.out + t.sequence * results.out_batch +
+                         to.position * results.out_position + to.head * results.out_head;
+#pragma unroll
+        for (int n = 0; n < HEAD_DIM / 8; n += 4) {
+            u32 x[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                x[i] = pack_pair(o[4 * (n + i) + 2 * half], o[4 * (n + i) + 2 * half + 1]);
+            transpose_words(x);
+            const int channel = 8 * (n + threadIdx.x % 4);
+            if (to.present && channel < call.dim) store_piece(out + channel, x);
+        }
+    }
+}
 
 __device__ __forceinline__ void compute(const Shared& m, const Call& call, int group) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, row = 16 * warp + lane / 4;
@@ -222,6 +277,9 @@ __device__ __forceinline__ void compute(const Shared& m, const Call& call, int g
         const auto release_k = [&] {
             release(m.empty_k + 8 * k.stage);
             k.next<STAGES>();
+        };
+        const auto release_q = [&] {  // where out goes through its slot, what stores it does so
+            if (WRITES_OUT) release(m.empty_q + 8 * slot);
         };
         const auto release_v = [&] {
             release(m.empty_v + 8 * v.stage);
@@ -281,28 +339,32 @@ __device__ __forceinline__ void compute(const Shared& m, const Call& call, int g
                 pack();
                 if (raised) scale_rows(o, rescale);
             }
+            release_q();
             begin_products();
             multiply_v();
             wait_products<0>(o);
             release_v();
+        } else {
+            release_q();
         }
-#if QUERY_GROUPS > 1
         bool complete = true;
+#if QUERY_GROUPS > 1
         if (SPLIT && t.num_parts > 1)
             complete = merge_parts(call, t, softmax, o, m.complete + slot, group, scale_log2);
-        else if (threadIdx.x % 128 == 0)
+        else if (!WRITES_OUT && threadIdx.x % 128 == 0)
             m.complete[slot] = 1;
-        sync_threads(1 + GROUPS + group, 128);  // all products have read Q
-        if (complete)
-            finish_rows(softmax, o, t, rows, call, m.q + slot * Q_BYTES + (16 * warp + lane % 16) * 128, row,
-                        scale_log2);
-#else
-        sync_threads(1 + GROUPS + group, 128);  // all products have read Q
-        finish_rows(softmax, o, t, rows, call, m.q + slot * Q_BYTES + (16 * warp + lane % 16) * 128, row,
-                    scale_log2);
 #endif
-        fence_async();
-        release(m.full_out + 8 * slot);
+        if (complete && MERGE) merge_rows(softmax, o, t, rows, call, row, scale_log2);
+        if (complete && !MERGE) finish_rows(softmax, o, t, rows, call, row, scale_log2);
+        if (WRITES_OUT) {
+            if (complete && !MERGE) write_out(o, t, rows, call, row);
+            release(m.empty_info + 8 * info.stage);
+        } else {
+            sync_threads(1 + GROUPS + group, 128);  // all products have read Q
+            if (complete) stage_out(o, m.q + slot * Q_BYTES + (16 * warp + lane % 16) * 128);
+            fence_async();
+            release(m.full_out + 8 * slot);
+        }
         q.next<Q_SLOTS>();
         info.next<INFO_STAGES>();
     }
@@ -317,7 +379,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
     if (threadIdx.x == 0) {
         prefetch_map(a.q);
         for (int i = 0; i < KEY_MAPS; ++i) prefetch_map(a.k + i), prefetch_map(a.v + i);
-#if !MERGE
+#if !WRITES_OUT
         prefetch_map(&a.out);
 #endif
         init_barriers(m);
@@ -328,12 +390,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend(const __grid_con
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
         if (threadIdx.x == 0) load_keys(m, a.k, a.v, a.call);
         if (threadIdx.x == 32) load_queries(m, a.q, a.call);
-#if MERGE
-        const TensorMap* const out = nullptr;
-#else
-        const TensorMap* const out = &a.out;
+#if !WRITES_OUT
+        if (threadIdx.x >= 64 && threadIdx.x % 32 == 0) store_tiles(m, &a.out, a.call, threadIdx.x / 32 - 2);
 #endif
-        if (threadIdx.x >= 64 && threadIdx.x % 32 == 0) store_tiles(m, out, a.call, threadIdx.x / 32 - 2);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
         const int group = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0) - 1;  // uniform, for the compiler

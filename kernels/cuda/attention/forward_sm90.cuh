@@ -53,17 +53,18 @@ __device__ __forceinline__ Shared make_shared(unsigned char* memory, u64* barrie
 
 // Arrivals: of a loading thread; of every computing warp; of the storing thread of a slot; of the warps of a
 // warpgroup; of a tile's readers, which are the storing threads, one a warpgroup, and the loader of keys.
+// Where warpgroups write out themselves, each of their warps arrives instead of a storing thread.
 __device__ __forceinline__ void init_barriers(const Shared& m) {
     for (int i = 0; i < 2 * STAGES; ++i) init_barrier(m.full_k + 8 * i, 1);
     for (int i = 0; i < 2 * STAGES; ++i) init_barrier(m.empty_k + 8 * i, 4 * GROUPS);
     for (int i = 0; i < SLOTS; ++i) {
         init_barrier(m.full_q + 8 * i, 1);
-        init_barrier(m.empty_q + 8 * i, 1);
+        init_barrier(m.empty_q + 8 * i, OUT_READERS);
         init_barrier(m.full_out + 8 * i, 4);
     }
     for (int i = 0; i < INFO_STAGES; ++i) {
         init_barrier(m.full_info + 8 * i, 1);
-        init_barrier(m.empty_info + 8 * i, GROUPS + 1);
+        init_barrier(m.empty_info + 8 * i, OUT_READERS * GROUPS + 1);
     }
     init_barrier(m.nearly_loaded, 1);
     fence_async();
@@ -100,6 +101,13 @@ __device__ __forceinline__ void store_rows(const TensorMap* map, u32 from, const
         "r"(from), "r"(channel), "r"(head), "r"(to.position + position), "r"(to.row), "r"(to.back),
         "l"(ROWS_POLICY)
         : "memory");
+}
+
+// 16 bytes of out, in the same way.
+__device__ __forceinline__ void store_piece(u16* to, const u32 (&x)[4]) {
+    asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to), "r"(x[0]),
+                 "r"(x[1]), "r"(x[2]), "r"(x[3]), "l"(ROWS_POLICY)
+                 : "memory");
 }
 
 // Query group of a tile, and row of out at which the rows of its sequence begin.
@@ -248,8 +256,8 @@ __device__ __forceinline__ void load_keys(const Shared& m, const TensorMap* k_ma
     }
 }
 
-// Two threads that store out, of every other warpgroup from `first` on, from where Q was; nothing where
-// warpgroups merge.
+#if !WRITES_OUT
+// Two threads that store out, of every other warpgroup from `first` on, from where Q was.
 __device__ __forceinline__ void store_tiles(const Shared& m, const TensorMap* map, const Call& call,
                                             int first) {
     PipelineState q = {0, 0}, info = {0, 0};
@@ -263,7 +271,7 @@ __device__ __forceinline__ void store_tiles(const Shared& m, const TensorMap* ma
             const TmaCoord rows = coord_of(call, t.sequence, out_start(t, call), t.q_length);
             const int position = position_of(t, call, group), head = t.head_q;
             wait_barrier(m.full_out + 8 * slot, q.parity);
-            const bool complete = !MERGE && (!GROUPED || m.complete[slot]);
+            const bool complete = !GROUPED || m.complete[slot];
 #pragma unroll
             for (int block = 0; block < COLUMN_BLOCKS; ++block)
                 if (complete && 64 * block < call.dim)
@@ -277,3 +285,4 @@ __device__ __forceinline__ void store_tiles(const Shared& m, const TensorMap* ma
         info.next<INFO_STAGES>();
     }
 }
+#endif

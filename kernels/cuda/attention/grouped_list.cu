@@ -42,10 +42,11 @@ struct Call {
     int* bases;             // [sequences], tiles of a KV head of all sequences before
     int* order;             // [tiles of a KV head, entries], group and chunk, -1: none
     TileParts* tile_parts;  // [capacity], for each section those of its tiles of a KV head
-    int capacity, sequences, groups, heads_kv, group, pack, positions, entries, block_n;
-    int longest;                 // tiles of keys, at least as many as a tile has
-    int causal, paired, blocks;  // blocks: 0: not all tiles may be split
-    int last;                    // tiles at the end of a section that are split, at most
+    int capacity, sequences, groups, heads_kv, group, pack;
+    Divisor positions, entries, block_n, packs;  // packs: of the query heads of a KV head
+    int longest;                                 // tiles of keys, at least as many as a tile has
+    int causal, paired, blocks;                  // blocks: 0: not all tiles may be split
+    int last;                                    // tiles at the end of a section that are split, at most
 };
 
 __device__ __forceinline__ int rows_of(const Call& call, int g, int b) {
@@ -107,7 +108,7 @@ struct Units {
 
 __device__ __forceinline__ Units units_of(const Call& call, int b, int begin, int end) {
     const int base = b * call.heads_kv, first = max(begin - base, 0);
-    return {first, (min(end - base, call.heads_kv) - first) * (call.group / call.pack)};
+    return {first, (min(end - base, call.heads_kv) - first) * call.packs};
 }
 
 // Keys of a tile, rounded up to tiles of keys.
@@ -123,11 +124,11 @@ __device__ __forceinline__ int most_keys_of(const Call& call, int b, const int* 
 // An entry of a part of a tile.
 __device__ __forceinline__ GroupedTile make_entry(const Call& call, int b, int unit, int first_head,
                                                   int entry, bool present) {
-    const int chunks = call.group / call.pack, g = entry >> GROUP_BIT, chunk = entry & ((1 << GROUP_BIT) - 1);
+    const int g = entry >> GROUP_BIT, chunk = entry & ((1 << GROUP_BIT) - 1);
     GroupedTile t;
     t.sequence = b, t.group = g;
-    t.head_kv = first_head + unit / chunks;
-    t.head_q = t.head_kv * call.group + unit % chunks * call.pack;
+    t.head_kv = first_head + unit / call.packs;
+    t.head_q = t.head_kv * call.group + unit % call.packs * call.pack;
     t.position = present ? chunk * call.positions : 0;
     t.q_start = call.cu_q[g][b], t.q_length = present ? rows_of(call, g, b) : 0;
     t.k_start = call.cu_k[b], t.k_length = keys_of(call, g, b), t.diagonal = t.k_length - t.q_length;
@@ -142,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_grouped_list(const __
     __shared__ TileParts short_tile_parts[SHORT];
     const int pairs = call.sequences * call.heads_kv;
     const int begin = begin_of_section(blockIdx.x, pairs), end = begin_of_section(blockIdx.x + 1, pairs);
-    const int first = begin / call.heads_kv, last = (end - 1) / call.heads_kv;
+    const int first = (u32)begin / (u32)call.heads_kv, last = (u32)(end - 1) / (u32)call.heads_kv;
     if (threadIdx.x < call.groups) {  // all that a section of one sequence reads comes at once
         prefetch(call.cu_q[threadIdx.x] + first);
         prefetch(call.prefix_lens[threadIdx.x] + first);
@@ -192,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_grouped_list(const __
 
     const auto tiles = [&](int b) { return tiles_of(call, b); };
     const int skipped = units_of(call, first, 0, begin).count;  // of the first sequence, in earlier sections
-    const int units = call.heads_kv * (call.group / call.pack);
+    const int units = call.heads_kv * call.packs;
     const int whole_before =
         base * units + (begin > first * call.heads_kv ? tiles_of(call, first) * skipped : 0);
     const int tiles_before = whole_before + blockIdx.x * call.last * (LAST_PARTS - 1);
@@ -237,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_grouped_list(const __
         const int num_tiles = (keys + call.block_n - 1) / call.block_n;
         const bool is_last = counter_of(num_tiles, call.longest) >= split_from;
         TileParts split = {keys, is_last ? max(MIN_KEYS, (num_tiles + LAST_PARTS - 1) / LAST_PARTS) : full};
-        const int before_last = max(0, num_tiles - MIN_KEYS) / split.full;
+        const int before_last = (u32)max(0, num_tiles - MIN_KEYS) / (u32)split.full;
         const int count = units_of(call, b, begin, end).count;
         split.parts = before_last + 1;
         split.counter = counter_of(num_tiles - before_last * split.full, call.longest);
@@ -273,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_grouped_list(const __
     };
     for_items(m, first, last, all_entries, [&](int b, int item) {
         const Units own = units_of(call, b, begin, end);
-        const int i = item % call.entries, tile = item / call.entries / own.count;
+        const int i = item % call.entries, tile = (u32)(item / call.entries) / (u32)own.count;
         const int unit = item / call.entries - tile * own.count;
         const int* const entries = entries_of(b, tile);
         const TileParts split = parts_of_tile(b, tile);

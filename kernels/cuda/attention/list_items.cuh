@@ -56,7 +56,22 @@ __device__ __forceinline__ int count_one(int* counters, int counter) {
 
 // First of the pairs of a section: as many to each as can be, to the last no fewer than to others.
 __device__ __forceinline__ int begin_of_section(int section, int pairs) {
+    if (pairs < 1 << 16) return (u32)section * (u32)pairs / gridDim.x;  // no more sections than pairs
     return (int)((i64)section * pairs / gridDim.x);
+}
+
+// A number that the host has prepared as a divisor: a division takes 25 instructions, this one 3.
+struct Divisor {
+    int value;
+    u32 factor;  // 2^(31 + shift) / value, up
+    int shift;   // 2^shift is at least value
+    __device__ __forceinline__ operator int() const { return value; }
+};
+__device__ __forceinline__ int operator/(int x, const Divisor& y) {  // x not negative
+    return __umulhi(2u * x, y.factor) >> y.shift;
+}
+__device__ __forceinline__ int operator%(int x, const Divisor& y) {
+    return x - x / y * y.value;
 }
 
 // Brings a word to the first cache.
@@ -77,6 +92,7 @@ __device__ __forceinline__ void for_items(Shared& m, int from, int last, Count c
     }
 #pragma unroll 1
     for (; from <= last; from += THREADS) {
+        const int most = 1 << (31 - __clz(min(last - from, THREADS - 1) | 1));  // power of 2, of sequences
         const int own = from + threadIdx.x;
         m.starts[threadIdx.x] = scan(own <= last ? count(own) : 0, m.sums);
         if (threadIdx.x == 0) m.starts[THREADS] = m.sums[32];
@@ -85,7 +101,7 @@ __device__ __forceinline__ void for_items(Shared& m, int from, int last, Count c
         for (int at = threadIdx.x; at < m.starts[THREADS]; at += THREADS) {
             int low = 0;  // the last sequence that begins at or before `at`
 #pragma unroll 1
-            for (int step = THREADS / 2; step; step /= 2)
+            for (int step = most; step; step /= 2)
                 if (m.starts[low + step] <= at) low += step;
             visit(from + low, at - m.starts[low]);
         }

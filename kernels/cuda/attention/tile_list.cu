@@ -34,10 +34,11 @@ struct Call {
 #endif
     int capacity;  // tiles that the list has memory for
     int sequences, seqlen_q, seqlen_k, heads_kv, group;
-    int pack, positions, block_n;
-    int left, right, longest;  // longest: tiles of keys
-    int in_order;              // tiles come in the order of positions, not the longest first
-    int num_groups;            // of queries
+    int pack;
+    Divisor positions, block_n, packs;  // packs: of the query heads of a KV head
+    int left, right, longest;           // longest: tiles of keys
+    int in_order;                       // tiles come in the order of positions, not the longest first
+    int num_groups;                     // of queries
 };
 
 __device__ __forceinline__ int blocks_of(const Call& call, int sequence) {
@@ -90,16 +91,17 @@ template <typename Visit>
 __device__ __forceinline__ void for_tiles(const Call& call, Shared& m, int begin, int end, Visit visit) {
     const auto count = [&](int sequence) {
         const int2 heads = heads_of(call, sequence, begin, end);
-        return blocks_of(call, sequence) * (heads.y - heads.x) * (call.group / call.pack);
+        return blocks_of(call, sequence) * (heads.y - heads.x) * call.packs;
     };
-    for_items(m, begin / call.heads_kv, (end - 1) / call.heads_kv, count, [&](int sequence, int local) {
+    const int first = (u32)begin / (u32)call.heads_kv, last = (u32)(end - 1) / (u32)call.heads_kv;
+    for_items(m, first, last, count, [&](int sequence, int local) {
         TileInfo t;
         t.sequence = sequence;
         const int2 heads = heads_of(call, sequence, begin, end);
-        const int chunks = call.group / call.pack, across = (heads.y - heads.x) * chunks;
-        const int block = local / across, rest = local - block * across;
-        t.head_kv = heads.x + rest / chunks;
-        t.head_q = t.head_kv * call.group + rest % chunks * call.pack;
+        const int across = (heads.y - heads.x) * call.packs, block = (u32)local / (u32)across;
+        const int rest = local - block * across, head = rest / call.packs;
+        t.head_kv = heads.x + head;
+        t.head_q = t.head_kv * call.group + rest % call.packs * call.pack;
         t.position = block * call.positions;
         t.q_start = start_of(call.cu_q, sequence);
         t.k_start = start_of(call.cu_k, sequence);
@@ -128,10 +130,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_tile_list(const __gri
 
     // Tiles of earlier pairs.
     int earlier = 0;
-    const int chunks = call.group / call.pack, first = begin / call.heads_kv;
+    const int first = (u32)begin / (u32)call.heads_kv;
     for (int i = threadIdx.x; i <= first; i += THREADS) {
         const int heads = i < first ? call.heads_kv : begin - first * call.heads_kv;
-        if (heads) earlier += blocks_of(call, i) * heads * chunks;
+        if (heads) earlier += blocks_of(call, i) * heads * call.packs;
     }
     int base = 0;
     if (begin > 0) scan(earlier, m.sums), base = m.sums[32];

@@ -26,7 +26,9 @@ struct alignas(16) TileList {
 
 // Keys that rows [position, position + rows) of a sequence see: columns of the scores from `diagonal` - left
 // to `diagonal` + right around their own.
-__device__ __forceinline__ void find_keys(TileInfo& t, int rows, int block_n, int left, int right) {
+template <typename Divisor>
+__device__ __forceinline__ void find_keys(TileInfo& t, int rows, const Divisor& block_n, int left,
+                                          int right) {
     t.diagonal = t.k_length - t.q_length;
     const int bottom = min(t.position + rows, t.q_length) - 1 + t.diagonal;
     t.last_key = max(0, min(t.k_length, bottom + right + 1));

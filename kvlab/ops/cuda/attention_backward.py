@@ -138,6 +138,7 @@ LONG_STEPS = {128: HopperShape("attention/backward_sm90", 80, 128, 2, 2, 40 * 10
 """By head dimension, of calls that `has_long_steps` names."""
 _LONG, _SHORT, _MEDIUM = 8192, 1024, 2048  # rows; keys
 _MANY_HEADS = 128  # of all sequences
+_KEYS = 128  # of a tile
 HOPPER_THREADS = 384
 
 # The kernel for float32: by head dimension, keys and rows of a tile.
@@ -194,7 +195,8 @@ class _Prepared:
         cluster_split = _cluster_split(tiles, q, k, lengths, fields, largest)
         capped = is_capped(call.scores)
         if hopper and cluster_split == 1 and call.longest is None:
-            deterministic = deterministic or is_faster_in_order(dim, heads, lengths, fields)
+            blocks = multiprocessors(q.device)
+            deterministic = deterministic or is_faster_in_order(dim, heads, lengths, fields, blocks)
         long_steps = hopper and cluster_split == 1
         long_steps = long_steps and has_long_steps(dim, capped, deterministic, lengths, fields)
         # Short calls gain by it; in long ones a block would look for each part whether it is the first.
@@ -328,15 +330,18 @@ def tiles_of(dim: int, dtype: str, hopper: bool, device: int) -> tuple[int, int,
     return shape.block_m, shape.block_n, 1
 
 
-def is_faster_in_order(dim: int, heads: int, lengths: Lengths, call: dict[str, Any]) -> bool:
+def is_faster_in_order(dim: int, heads: int, lengths: Lengths, call: dict[str, Any], blocks: int) -> bool:
     """Whether a call of fixed length on Hopper, whose blocks share no keys, is made as a deterministic one.
 
     The dq of many heads of medium length is larger than L2; in order it need not be zeros first, and blocks
-    that add to the same rows follow each other. Measured on an H100.
+    that add to the same rows follow each other. That goes on to longer sequences where eight heads or more
+    read a KV head and blocks have few tiles each. Measured on an H100.
     """
     number, _, keys = lengths
-    causal = call["right"] < keys
-    return causal and dim <= 128 and number * heads >= _MANY_HEADS and _SHORT < keys <= _MEDIUM
+    causal, tiles = call["right"] < keys, number * (heads // call["group"]) * -(-keys // _KEYS)
+    many = dim <= 128 and keys <= _MEDIUM and number * heads >= _MANY_HEADS
+    shared = 64 < dim <= 128 and keys <= 2 * _MEDIUM and call["group"] >= 8 and tiles <= 4 * blocks
+    return causal and keys > _SHORT and (many or shared)
 
 
 def has_long_steps(

@@ -38,7 +38,7 @@ from kvlab.ops.device_arrays import multiprocessors
 if TYPE_CHECKING:
     from kvlab.ops.attention_call import Call
 
-__all__ = ["HopperAttention"]
+__all__ = ["RESULTS", "HopperAttention", "out_strides"]
 
 # By head dimension: keys of a tile, warpgroups of 64 rows that compute, slots for queries. Capped scores take
 # registers, so two warpgroups compute them.
@@ -49,14 +49,16 @@ CAPPED_SHAPES = {64: (128, 2, 2), 96: (128, 2, 2), 128: (128, 2, 2), 256: (80, 2
 SHORT_SHAPES = SHAPES | {64: (64, 4, 2)}
 SHORT = 2048
 
-_LSE = {"lse": ADDRESS, "lse_batch": "q", "lse_head": "q"}
+RESULTS = {"lse": ADDRESS, "lse_batch": "q", "lse_head": "q"}
+RESULTS |= {"out": ADDRESS, "out_batch": "q", "out_position": "q", "out_head": "q"}
+"""Where a call has its results (`Results` in kernels/cuda/attention/forward_call_sm90.cuh)."""
+
 _REST = {
     "list": ADDRESS, "semaphore": ADDRESS,
     **dict.fromkeys(("variable", "pack", "positions", "reciprocal", "dim", "left", "right"), "i"),
     **dict.fromkeys(("scale", "softcap"), "f"),
 }  # fmt: skip
-_CALL = Struct(**_LSE, **_REST)
-_MERGING_CALL = Struct(**_LSE, out=ADDRESS, out_position="q", out_head="q", **_REST)
+_CALL = Struct(**RESULTS, **_REST)
 
 
 def shape_of(dim: int, capped: bool, longest_k: int) -> tuple[int, int, int, int]:
@@ -70,6 +72,11 @@ def shared_bytes(head_dim: int, block_n: int, groups: int, q_slots: int) -> int:
     """Slots of 64 rows of Q, two stages of K and V, up to 1024 bytes to begin at a multiple of that."""
     row_bytes = 128 * -(-head_dim // 64)
     return 1024 + row_bytes * (ROWS * groups * q_slots + 4 * block_n)
+
+
+def out_strides(name: str, out: CudaView) -> dict[str, int]:
+    """Return the fields of `RESULTS` that an out sets, whose name is that of the user's argument."""
+    return dict(zip(("out_batch", "out_position", "out_head"), strides_of(name, out), strict=True))
 
 
 class HopperAttention:
@@ -100,29 +107,25 @@ class HopperAttention:
         )  # fmt: skip
         self._lists = TileLists(builder, variable, call.kinds[0])
         encoders = [encoder_of(q, positions, pack), encoder_of(k, block_n), encoder_of(v, block_n)]
-        of_lse = {"lse_batch": 0 if variable else heads * rows[-1], "lse_head": rows[-1]}
-        struct = _CALL
         if merges:
-            out, lse = call.views[3:5]
-            of_out = strides_of("out", out)
-            of_lse = {"lse_batch": 0, "lse_head": lse.strides[0]}
-            of_lse |= {"out_position": of_out[1], "out_head": of_out[2]}
-            struct = _MERGING_CALL
+            out, lse_head = call.views[3], call.views[4].strides[0]
         else:
             out = CudaView(0, q.shape, (*contiguous_strides(q.shape)[4 - len(q.shape) :], 1), *q[3:])
+            lse_head = rows[-1]
             encoders.append(encoder_of(out, positions, pack))
-        of_call = struct.array(
+        of_call = _CALL.array(
             fields
             | {"variable": int(variable), "pack": pack, "positions": positions}
             | {"reciprocal": -(-65536 // pack)}
-            | of_lse
+            | {"lse_batch": 0 if variable else heads * rows[-1], "lse_head": lse_head}
+            | out_strides("out", out)
         )
         first_word = MAP_WORDS * len(encoders)
-        argument = np.zeros(-(-(8 * first_word + struct.size) // 64) * 8, np.uint64)
-        argument[first_word:][: struct.size // 8] = of_call.view(np.uint64)
+        argument = np.zeros(-(-(8 * first_word + _CALL.size) // 64) * 8, np.uint64)
+        argument[first_word:][: _CALL.size // 8] = of_call.view(np.uint64)
         self._maps = TensorMaps(words_of(argument), *encoders)
-        names = (*["out"] * merges, "lse", "list", "semaphore")
-        words = [*self._maps.begins, *(first_word + struct.word(name) for name in names)]
+        names = ("out", "lse", "list", "semaphore")
+        words = [*self._maps.begins, *(first_word + _CALL.word(name) for name in names)]
         macros = {"HEAD_DIM": head_dim, "BLOCK_N": block_n, "GROUPS": groups, "Q_SLOTS": q_slots}
         macros |= {"BF16": int(q.dtype == "bfloat16"), "SOFTCAP": int(is_capped(scores))}
         macros |= {"MERGE": 1} if merges else {}
@@ -147,11 +150,11 @@ class HopperAttention:
             Addresses of the results; that of lse is 0 where it is not wanted.
         stream : int
         """
-        mapped: Sequence[int] = (*addresses[:3], out)
+        mapped: Sequence[int] = (*addresses[:3], out)[: len(self._maps.begins)]
         with self._lock:
             if not self._maps.follow:
                 mapped = self._maps.first_words(mapped)
             _kept, at, semaphore, is_new = self._lists.get(addresses[3:], stream)
             launches = self._behind_list if is_new else self._launches
-            launches.write(stream, *mapped, lse, at, semaphore)
+            launches.write(stream, *mapped, out, lse, at, semaphore)
             launches.run()

@@ -33,7 +33,7 @@ from kvlab.ops.attention_arguments import (
     is_capped,
 )
 from kvlab.ops.attention_call import MAX_GROUPS, scores_of
-from kvlab.ops.cuda.attention_sm90 import CAPPED_SHAPES, shared_bytes
+from kvlab.ops.cuda.attention_sm90 import CAPPED_SHAPES, RESULTS, out_strides, shared_bytes
 from kvlab.ops.cuda.run_list import OWN, Runs, RunTiling, even_order, run_table, tiles_of_runs
 from kvlab.ops.cuda.tile_list import (
     HEAD_BYTES,
@@ -53,7 +53,7 @@ _WORK_OF_TILE = 1  # beside that for its keys, counted in tiles of keys
 _MAX_RANKS = 32  # a bit each
 _KEY_MAPS = 2 * (1 + len(BOXES))  # of K, and of V
 _CALL = Struct(
-    lse=ADDRESS, lse_batch="q", lse_head="q", parts=ADDRESS, arrivals=ADDRESS, runs=ADDRESS, arrived=ADDRESS,
+    **RESULTS, parts=ADDRESS, arrivals=ADDRESS, runs=ADDRESS, arrived=ADDRESS,
     first_arrival="I", heads_of_piece="i", last_piece="i",
     **{f"first_row{g}": "i" for g in range(MAX_GROUPS)}, unused="i",
     list=ADDRESS, semaphore=ADDRESS,
@@ -62,9 +62,9 @@ _CALL = Struct(
 )  # fmt: skip
 _NUM_MAPS = MAX_GROUPS + 2 * _KEY_MAPS + 1
 _FIRST_WORD = MAP_WORDS * _NUM_MAPS
-_LSE, _RUNS, _ARRIVED, _FIRST_ARRIVAL, _LAST_PIECE, _LIST, _SEMAPHORE = (
+_LSE, _OUT, _RUNS, _ARRIVED, _FIRST_ARRIVAL, _LAST_PIECE, _LIST, _SEMAPHORE = (
     _FIRST_WORD + _CALL.word(name)
-    for name in ("lse", "runs", "arrived", "first_arrival", "last_piece", "list", "semaphore")
+    for name in ("lse", "out", "runs", "arrived", "first_arrival", "last_piece", "list", "semaphore")
 )
 _NAMES = ("q", "k", "v", "keys of other ranks", "values of other ranks")
 
@@ -148,17 +148,18 @@ class _Prepared:
         self._new = allocator(kinds[0], (q.shape, q.dtype), ((heads, total), "float32"))
         self._memory = enough_memory(2 * total * heads * dim + 4 * total * heads, "attention", "cuda")
         self._stream = stream_of(kinds[0])
+        out = CudaView(0, q.shape, (*contiguous_strides(q.shape)[1:], 1), *q[3:])
         of_call = _CALL.array(
             {name: fields[name] for name in ("dim", "left", "right", "scale", "softcap")}
             | dict.fromkeys([f"first_row{g}" for g in range(MAX_GROUPS)], 0)
             | dict.fromkeys(("lse_batch", "first_arrival", "heads_of_piece", "last_piece", "unused"), 0)
             | {"lse_head": total, "variable": 1}
             | {"pack": pack, "positions": positions, "reciprocal": -(-65536 // pack)}
+            | out_strides("out", out)
         )
         argument = np.zeros(-(-(8 * _FIRST_WORD + _CALL.size) // 64) * 8, np.uint64)
         argument[_FIRST_WORD:][: _CALL.size // 8] = of_call.view(np.uint64)
         self._words = words_of(argument)
-        out = CudaView(0, q.shape, (*contiguous_strides(q.shape)[1:], 1), *q[3:])
         of_q = encoder_of(q, positions, pack)
         of_keys = [encoder_of(x, rows) for x in views[1:] for rows in (block_n, *BOXES)]
         groups = len(runs.counts)
@@ -188,7 +189,8 @@ class _Prepared:
                 [*[q] * self._groups, *(x for x in keys for _ in range(_KEY_MAPS // 2)), out_at]
             )
             _kept, at, semaphore, _ = self._lists.get((), stream)
-            words[_LSE], words[_RUNS], words[_ARRIVED] = lse_at, at + self._table_begin, arrival.counters
+            words[_LSE], words[_OUT] = lse_at, out_at
+            words[_RUNS], words[_ARRIVED] = at + self._table_begin, arrival.counters
             words[_LIST], words[_SEMAPHORE] = at, semaphore
             words[_FIRST_ARRIVAL] = arrival.first % (1 << 32) | arrival.heads_of_piece << 32
             words[_LAST_PIECE] = (self._heads_kv - 1) // arrival.heads_of_piece  # first_row0 behind it is 0

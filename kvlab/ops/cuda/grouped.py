@@ -31,16 +31,17 @@ from kvlab.ops.attention_arguments import (
     fields_of,
     is_aligned,
     is_capped,
-    strides_of,
 )
 from kvlab.ops.attention_call import MAX_GROUPS
-from kvlab.ops.cuda.attention_sm90 import SHAPES, shared_bytes
+from kvlab.ops.cuda.attention_sm90 import RESULTS, SHAPES, out_strides, shared_bytes
 from kvlab.ops.cuda.grouped_separate import attend_with, check_lengths
 from kvlab.ops.cuda.tile_list import (
+    DIVISOR,
     HEAD_BYTES,
     ROWS,
     SECTION_BYTES,
     SEMAPHORE_OFFSET,
+    divisor,
     heads_of_tile,
     num_sections,
 )
@@ -65,26 +66,20 @@ _LIST_CALL = Struct(
     **{f"cu_q{g}": ADDRESS for g in _EACH},
     **{f"prefix_lens{g}": ADDRESS for g in _EACH},
     **dict.fromkeys(("cu_k", "list", "arrivals", "bases", "order", "tile_parts"), ADDRESS),
-    **dict.fromkeys(
-        (
-            "capacity", "sequences", "groups", "heads_kv", "group", "pack", "positions", "entries", "block_n",
-            "longest", "causal", "paired", "blocks", "last",
-        ),
-        "i",
-    ),
+    **dict.fromkeys(("capacity", "sequences", "groups", "heads_kv", "group", "pack"), "i"),
+    **dict.fromkeys(("positions", "entries", "block_n", "packs"), (DIVISOR, 1)),
+    **dict.fromkeys(("longest", "causal", "paired", "blocks", "last"), "i"),
 )  # fmt: skip
 
 _OF_GROUPS = "cu_q", "prefix_lens"
 _LIST_WORD = _LIST_CALL.word("list")
 
-_OF_LSE = {"lse": ADDRESS, "lse_batch": "q", "lse_head": "q"}
-_RESULTS = Struct(**_OF_LSE)  # of all groups
-_MERGED = Struct(**_OF_LSE, out=ADDRESS, out_position="q", out_head="q")  # of a group
+_RESULTS = Struct(**RESULTS)
 
 
-def _call_of(results: tuple[Struct, int]) -> Struct:
+def _call_of(results: int) -> Struct:
     return Struct(
-        results=results, parts=ADDRESS, arrivals=ADDRESS, segments=ADDRESS,
+        results=(_RESULTS, results), parts=ADDRESS, arrivals=ADDRESS, segments=ADDRESS,
         num_segments="i", segment_len="i", box="i", **{f"first_row{g}": "i" for g in _EACH}, unused="i",
         list=ADDRESS, semaphore=ADDRESS,
         **dict.fromkeys(("variable", "pack", "positions", "reciprocal", "dim", "left", "right"), "i"),
@@ -92,7 +87,7 @@ def _call_of(results: tuple[Struct, int]) -> Struct:
     )  # fmt: skip
 
 
-_CALL, _MERGING_CALL = _call_of((_RESULTS, 1)), _call_of((_MERGED, MAX_GROUPS))
+_CALL, _MERGING_CALL = _call_of(1), _call_of(MAX_GROUPS)  # results of all groups, or of each
 _KEY_MAPS = MAX_GROUPS  # behind q of each group that has rows: k, v, and out where it is not merged
 
 
@@ -226,7 +221,8 @@ class ListedCall:
         self._lengths.append(3 * count + 2)
         list_argument = _LIST_CALL.array({
             "capacity": self.capacity, "sequences": sequences, "groups": len(present), "heads_kv": heads_kv,
-            "group": group, "pack": pack, "positions": positions, "entries": entries, "block_n": block_n,
+            "group": group, "pack": pack, "positions": divisor(positions), "entries": divisor(entries),
+            "block_n": divisor(block_n), "packs": divisor(group // pack),
             "longest": -(-call.longest[1] // block_n), "causal": int(call.scores.right == 0),
             "paired": int(call.implementation != "listed"), "blocks": self.split_blocks,
             "last": self.last_tiles,
@@ -247,17 +243,20 @@ class ListedCall:
             | {"results": 0, "box": box, "unused": 0, "variable": 1}
             | {"pack": pack, "positions": positions, "reciprocal": -(-65536 // pack)}
         )
-        of_results = of_call["results"][0]
-        of_results["lse_head"] = sum(rows)
-        results, self._given = [], [3 * count + 3] * (call.segment_len is not None)
-        for i, g in enumerate(present if merges else ()):
-            out_place, lse_place = (len(call.names) - at + g for at in (2 * count, count))
-            of_results["lse_head"][i] = call.views[lse_place].strides[0]
-            strides = strides_of(f"into[0][{g}]", call.views[out_place])
-            of_results["out_position"][i], of_results["out_head"][i] = strides[1:]
-            begin = first_word + struct.word("results") + i * (_MERGED.size // 8)
-            results += [begin + _MERGED.word("out"), begin + _MERGED.word("lse")]
-            self._given += [out_place, lse_place]
+        out = CudaView(0, total, (*contiguous_strides(total)[1:], 1), *first[3:])
+        of_result = of_call["results"][0]
+        words_of_results, self._given = [], [3 * count + 3] * (call.segment_len is not None)
+        for i, g in enumerate(present if merges else present[:1]):
+            into, lse_head = out, sum(rows)
+            if merges:
+                out_place, lse_place = (len(call.names) - at + g for at in (2 * count, count))
+                into, lse_head = call.views[out_place], call.views[lse_place].strides[0]
+                self._given += [out_place, lse_place]
+            strides = out_strides(f"into[0][{g}]", into) | {"lse_head": lse_head}
+            for name, stride in strides.items():
+                of_result[name][i] = stride
+            begin = first_word + struct.word("results") + i * (_RESULTS.size // 8)
+            words_of_results += [begin + _RESULTS.word(name) for name in ("out", "lse")]
         argument = np.zeros(-(-(8 * first_word + struct.size) // 64) * 8, np.uint64)
         argument[first_word:][: struct.size // 8] = of_call.view(np.uint64)
         encoders = [
@@ -265,7 +264,6 @@ class ListedCall:
             *(encoder_of(x, box) for x in (k, v)),
         ]
         if not merges:
-            out = CudaView(0, total, (*contiguous_strides(total)[1:], 1), *first[3:])
             encoders.append(encoder_of(out, positions, pack))
         places = [*range(len(present)), *range(_KEY_MAPS, num_maps)]
         self._maps = TensorMaps(words_of(argument), *encoders, places=places)
@@ -279,7 +277,7 @@ class ListedCall:
         )  # fmt: skip
         names = ("parts", "arrivals", "list", "semaphore", *["segments"] * (call.segment_len is not None))
         words = [*self._maps.begins, *(first_word + struct.word(name) for name in names)]
-        words += results if merges else [first_word + struct.word("results")]
+        words += words_of_results
         self._attend = PreparedLaunches([attend], places_of(argument, words))
         self._lock = Lock()
 
@@ -291,7 +289,7 @@ class ListedCall:
         if self._new:
             (out, *lse), (out_at, *lse_at) = self._new()
             mapped.append(out_at)
-            given.append(lse_at[0] if lse else 0)
+            given += [out_at, lse_at[0] if lse else 0]
         with self._lock:
             made, at = self._launch_list(addresses, stream)
             self._attend.write(

@@ -21,6 +21,7 @@ from kvlab.ops.attention_call import MAX_GROUPS
 from kvlab.ops.device_arrays import multiprocessors
 
 __all__ = [
+    "DIVISOR",
     "HEAD_BYTES",
     "PART_BYTES",
     "SEMAPHORE_OFFSET",
@@ -29,6 +30,7 @@ __all__ = [
     "ListBuilder",
     "TileLists",
     "Tiling",
+    "divisor",
     "heads_of_tile",
     "num_sections",
 ]
@@ -44,17 +46,20 @@ _THREADS = 1024
 SECTION_BYTES = 24 << 20  # of K and V, which half of an H100's L2 holds
 TILES_OF_BLOCK = 4  # in a section, at least
 
+_WAITED_TILES_OF_BLOCK = 2  # the same, where a call waits for its list
+
 _MAX_STREAMS = 16  # for which a list is kept
 _SEMAPHORES = 1024  # of launches in graphs that read one list; launches beyond make their own
 
 _ADDRESSES = dict.fromkeys(("list", "cu_q", "cu_k"), ADDRESS)
-_NUMBERS = dict.fromkeys(
-    (
-        "capacity", "sequences", "seqlen_q", "seqlen_k", "heads_kv", "group", "pack", "positions", "block_n",
-        "left", "right", "longest", "in_order", "num_groups",
-    ),
-    "i",
-)  # fmt: skip
+DIVISOR = Struct(value="i", factor="I", shift="i")
+"""A number that kernels divide by; see `divisor`."""
+
+_NUMBERS: dict[str, Any] = {
+    **dict.fromkeys(("capacity", "sequences", "seqlen_q", "seqlen_k", "heads_kv", "group", "pack"), "i"),
+    **dict.fromkeys(("positions", "block_n", "packs"), (DIVISOR, 1)),
+    **dict.fromkeys(("left", "right", "longest", "in_order", "num_groups"), "i"),
+}
 _CALL = Struct(**_ADDRESSES, **_NUMBERS)
 _GROUPED_CALL = Struct(
     **_ADDRESSES,
@@ -83,6 +88,19 @@ def heads_of_tile(group: int, rows: int = ROWS) -> int:
     """
     divisors = [pack for pack in range(1, min(group, rows) + 1) if group % pack == 0]
     return max(divisors, key=lambda pack: (rows // pack * pack >= rows - rows // 16, pack))
+
+
+def divisor(value: int) -> tuple[int, int, int]:
+    """Return the fields of a `DIVISOR`, by which a division is a product and a shift (list_items.cuh).
+
+    Examples
+    --------
+    >>> _, factor, shift = divisor(80)
+    >>> 2 * 1_000_000_007 * factor >> 32 + shift, 1_000_000_007 // 80
+    (12500000, 12500000)
+    """
+    shift = (value - 1).bit_length()
+    return value, -(-(1 << 31 + shift) // value), shift
 
 
 def num_sections(pairs: int, bytes_of_keys: int, tiles: int, fewest: int) -> int:
@@ -147,6 +165,8 @@ class ListBuilder:
         Most tiles that a list can have; all have as many where lengths are not variable.
     nbytes : int
         Of a list.
+    sections : int
+        Into which (sequence, KV head) pairs are divided.
     """
 
     def __init__(
@@ -175,10 +195,15 @@ class ListBuilder:
         if sections is None:
             fewest = TILES_OF_BLOCK * multiprocessors(device)
             sections = num_sections(pairs, bytes_of_keys, self.capacity, fewest)
+            if variable:  # each call waits for its list, and blocks make a section each
+                fewest = _WAITED_TILES_OF_BLOCK * multiprocessors(device)
+                sections = max(sections, num_sections(pairs, SECTION_BYTES * pairs, self.capacity, fewest))
+        self.sections = sections
         call = _GROUPED_CALL if groups else _CALL
         argument = call.array({
             "capacity": self.capacity, "sequences": number, "seqlen_q": longest_q, "seqlen_k": longest_k,
-            "heads_kv": heads_kv, "group": group, **tiling._asdict(),
+            "heads_kv": heads_kv, "group": group, "pack": pack, "positions": divisor(positions),
+            "block_n": divisor(block_n), "packs": divisor(group // pack),
             "left": window[0], "right": window[1], "longest": -(-longest_k // block_n), "in_order": in_order,
             "num_groups": groups or 1,
         })  # fmt: skip
