@@ -441,7 +441,8 @@ class Limit:
         """The error for a length that does not fit: it names the longest that does and the bytes needed."""
         rows, fraction = max(batch, 1), self.budget.fraction
         needed, given = self.smallest_nbytes(seqlen) * rows, sum(self.row_budgets(seqlen, batch) or ()) * rows
-        fault = f"{seqlen} tokens in {batch} rows need at least {needed} bytes at the lowest widths and the "
+        of_rows = "" if batch == 1 else f" in each of {batch} rows"
+        fault = f"{seqlen} tokens{of_rows} need at least {needed} bytes at the lowest widths and the "
         if not self._holds_rows(batch):
             return BudgetError(
                 f"{fault}budget gives {given}; so many rows take {self._empty_nbytes(batch)} without any "
