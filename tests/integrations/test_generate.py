@@ -74,11 +74,13 @@ def test_left_padded_batches_give_the_same_tokens(name: str, mode: dict[str, Any
 
 
 def without_valid(step: Any) -> Any:
-    return lambda *args, valid=None, **options: step(*args, **options)
+    return lambda cache, layer, q, k, v, scale, softcap, valid: step(
+        cache, layer, q, k, v, scale, softcap, None
+    )
 
 
 def wrong_scale(step: Any) -> Any:
-    return lambda *args, scale, **options: step(*args, scale=1.05 * scale, **options)
+    return lambda cache, layer, q, k, v, scale, *rest: step(cache, layer, q, k, v, 1.05 * scale, *rest)
 
 
 def nothing(_: Any) -> Any:
@@ -88,8 +90,8 @@ def nothing(_: Any) -> Any:
 @pytest.mark.parametrize(
     ("method", "wrong", "mode"),
     [
-        ("step", wrong_scale, {}),
-        ("step", without_valid, {}),
+        ("_step", wrong_scale, {}),
+        ("_step", without_valid, {}),
         ("reorder", nothing, {"num_beams": 3}),
         ("crop", nothing, {"prompt_lookup_num_tokens": 3}),
     ],
