@@ -369,7 +369,7 @@ class Runner(CacheOptions):
             device.reallocate(steps, row_budgets)
         layers = range(len(device.lengths))
         collects = tuple([device.collects(layer, steps) for layer in layers])
-        return device.memory_epoch, device.lengths[0] > 0, collects, tuple(map(device.waiting.mode, layers))
+        return device.memory_epoch, device.lengths[0] > 0, collects, device.waiting.modes()
 
     def _holds_no_open_page(self, layer: int, num_new: int) -> NotImplementedError:
         row_budgets = self._device.row_budgets(layer, num_new) or [0] * len(self._layers)

@@ -63,6 +63,11 @@ class Waiting:
             return "none"
         return "all" if self._certain[layer].all() else "some"
 
+    def modes(self) -> tuple[str, ...]:
+        """`mode` of every layer, asked before every step: most of the time no row waits."""
+        layers = range(len(self.holds))
+        return tuple(map(self.mode, layers)) if self.rows.any() else ("none",) * len(layers)
+
     def any(self, layer: int) -> bool:
         """Whether rows of a layer may lack their mean."""
         return bool(self.rows[layer].any())

@@ -15,7 +15,7 @@ attention. Long ones go through a layer together (prompt.py), and the kernel has
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -126,8 +126,9 @@ class Decoding:
     def logits_tensor(self) -> Any:
         """`logits` as a tensor of torch, whose current stream waits for this decoder's; the host does not."""
         torch = self._use_torch()
-        with self._current():
-            self._settle()
+        if self._ahead is not None:
+            with self._current():
+                self._settle()
         if self._logits is None:
             self._logits = on_torch(self._decode.arrays["logits"], "float32")[:, : self.geometry.vocabulary]
         asking = torch.cuda.current_stream(self._device)
@@ -153,8 +154,7 @@ class Decoding:
 
     def run_again(self) -> None:
         """Launch the newest token of each row again, kernel by kernel; to time it."""
-        self._use_torch()
-        with self._current():
+        with self._current(), self._torch_current():
             self._decode.set(positions=self.lengths - 1)
             self._decode.launch(self._stream.ptr)
 
@@ -171,16 +171,18 @@ class Decoding:
 
     @contextmanager
     def _current(self) -> Iterator[None]:
-        """Inside, CuPy and, if it is used, torch launch on the stream of this decoder."""
-        with ExitStack() as stack:
-            stack.enter_context(self._cupy.cuda.Device(self._device))
-            stack.enter_context(self._stream)
-            if self._on_torch is not None:
-                stack.enter_context(self._on_torch.cuda.stream(self._torch_stream))
+        """Inside, CuPy launches on the stream of this decoder."""
+        with self._cupy.cuda.Device(self._device), self._stream:
             yield
 
+    @contextmanager
+    def _torch_current(self) -> Iterator[Any]:
+        """Inside, torch launches there, too; it takes the host 20 us, so not all tokens do."""
+        torch = self._use_torch()
+        with torch.cuda.stream(self._torch_stream):
+            yield torch
+
     def _use_torch(self) -> Any:
-        """Torch, which from now on launches on this decoder's stream inside `_current`."""
         if self._on_torch is None:
             self._on_torch = load_torch()
             self._torch_stream = self._on_torch.cuda.ExternalStream(self._stream.ptr, device=self._device)
@@ -194,8 +196,7 @@ class Decoding:
 
         `attend_of(counts)` gives the `Attend` of so many tokens of each row; `watch` as of `Prompts.run`.
         """
-        torch = self._use_torch()
-        with self._current():
+        with self._current(), self._torch_current() as torch:
             if self._prompts is None:
                 self._prompts = self._model.prompts()
             width, step = max(len(row) for row in rows), max(MAX_TOKENS // len(rows), 1)

@@ -57,7 +57,7 @@ class PackedGpuExecutor(Decoding):
     def reset(self) -> None:
         """Forget all tokens."""
         super().reset()
-        with self._current():
+        with self._current(), self._torch_current():
             self._cache.reset()
 
     def layer_outputs(self, ids: NDArray[np.int64]) -> list[NDArray[np.float32]]:
@@ -68,6 +68,10 @@ class PackedGpuExecutor(Decoding):
         return found
 
     def _replay(self) -> None:
+        with self._torch_current():
+            self._replay_on_torch()
+
+    def _replay_on_torch(self) -> None:
         kind, recorded = self._cache.prepare(), self._recorded
         if not kind:  # the cache has not met its GPU
             self._step()

@@ -26,6 +26,8 @@ def fed(cache: Any, tokens: list[np.ndarray], valid: np.ndarray, parts: list[int
         mask = None if valid[:, part].all() else np.ascontiguousarray(valid[:, part])
         for layer in range(LAYERS):
             cache.step(layer, *(x[:, part] for x in tokens), valid=mask)
+        waiting = cache._device.waiting
+        assert waiting.modes() == tuple(map(waiting.mode, range(LAYERS)))
         assert cache.nbytes <= (cache.budget_nbytes or cache.nbytes)
 
 
@@ -47,7 +49,7 @@ def test_rows_of_unequal_length(kernels: Kernels, parts: list[int]) -> None:
     assert np.array_equal(found, [[key_mean(k) for k in keys]] * LAYERS)
     assert found[0, 0].any()
     check_state(cache, [range(151), range(80, 151)])
-    assert cache._device.waiting.mode(0) == "none"
+    assert cache._device.waiting.modes() == ("none",) * LAYERS
 
 
 def test_a_mask_that_the_host_does_not_read(kernels: Kernels) -> None:
