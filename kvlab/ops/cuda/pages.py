@@ -63,7 +63,7 @@ _FREEZE = np.dtype(
 _QUERIES = np.dtype(
     [("q", "u8"), *((name, "i8") for name in ("batch", "step", "head")), ("group", "i4")], align=True
 )
-_FIT = np.dtype([("layer", "u8"), ("fresh", NEW_TOKENS), ("queries", _QUERIES), ("fits", "i4")], align=True)
+_FIT = np.dtype([("layer", "u8"), ("new_tokens", NEW_TOKENS), ("queries", _QUERIES)], align=True)
 _ROWS = np.dtype(
     [
         *((name, "u8") for name in ("from", "to", "sources", "rows", "origins", "kept")),
@@ -275,7 +275,7 @@ def refit_frames(
         (batch, num_new, query heads, head_dim), of the same tokens.
     """
     call = np.zeros(1, _FIT)
-    call["layer"], call["fresh"] = state, new
+    call["layer"], call["new_tokens"] = state, new
     call["queries"] = (queries.pointer, *queries.strides[:3], queries.shape[2] // heads)
     if num_bh:
         kernel = _kernel("pages/means", "refit_frames", head_dim, dtype, device, True)
