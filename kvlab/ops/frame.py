@@ -77,7 +77,7 @@ MOST_SHIFT = 14
 """The least power of 2 that float16 has with all its bits is 2**-14."""
 FITTED_TO = 16
 """The newest tokens of a prefill that frames are fitted to."""
-MOST_RATIO, LEAST_GROWN = 16 << 8, 800
+MOST_RATIO, JUMP, LEAST_GROWN = 16 << 8, 7 << 8, 800
 """Of `follow_ratios`, and from which difference on a pair has become large: 9 times."""
 MOST_FURTHER = 10
 """By how much a shift rises at a time."""
@@ -259,7 +259,8 @@ def follow_ratios(
 
     A ratio is a running mean, an eighth of it the newest token, of how much larger the keys of a rotary pair
     are than its queries: binary orders in 256ths, between powers of 2 on a straight line, at most 16 orders.
-    A token whose keys or queries are 0 or not finite there counts nothing.
+    Where a KV head has several query heads, a token 7 orders above the mean counts alone: so far off no sum
+    of queries is by chance. A token whose keys or queries are 0 or not finite there counts nothing.
 
     Examples
     --------
@@ -280,7 +281,8 @@ def follow_ratios(
                 asked += of_queries[:, i, half:]
             counts = (size > 0) & (size < np.inf) & (asked > 0) & (asked < np.inf)
             now = (size.view(np.int32) >> 15) - (asked.view(np.int32) >> 15)
-            change = np.clip(now, -MOST_RATIO, MOST_RATIO) - ratios >> 3
+            change = np.clip(now, -MOST_RATIO, MOST_RATIO) - ratios
+            change = np.where((change >= JUMP) & (of_queries.shape[1] > 1), change, change >> 3)
             ratios += np.where(counts, change, 0).astype(np.int16)
 
 

@@ -25,7 +25,7 @@ __device__ __forceinline__ bool is_size(float x) {
 // and returns it; a thread has a pair.
 __device__ __forceinline__ int follow_ratio(const LayerState& s, const NewTokens& n, const Queries& queries,
                                             int row, int head, int first, int pair) {
-    constexpr int HALF = HEAD_DIM / 2, MAX_RATIO = 16 << 8;  // 16 binary orders
+    constexpr int HALF = HEAD_DIM / 2, MAX_RATIO = 16 << 8, JUMP = 7 << 8;  // 16 and 7 binary orders
     const u64 bh = (u64)row * s.heads + head;
     const __half* const mean = s.k_mean + bh * HEAD_DIM + pair;
     const float power = power_of_two(s.exponent[2 * bh]);
@@ -48,7 +48,8 @@ __device__ __forceinline__ int follow_ratio(const LayerState& s, const NewTokens
         }
         if (!is_size(of_keys) || !is_size(of_queries)) continue;
         const int now = (int)(__float_as_uint(of_keys) >> 15) - (int)(__float_as_uint(of_queries) >> 15);
-        ratio += (min(max(now, -MAX_RATIO), MAX_RATIO) - ratio) >> 3;
+        const int change = min(max(now, -MAX_RATIO), MAX_RATIO) - ratio;
+        ratio += queries.group > 1 && change >= JUMP ? change : change >> 3;
     }
     *ratios = (short)ratio;
     return ratio;

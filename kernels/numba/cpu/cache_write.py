@@ -185,7 +185,7 @@ def append_tokens(tables, formats, frames, new, valid):
 
 
 @serial
-def follow_ratios(ratios, q, k, mean, valid, most):
+def follow_ratios(ratios, q, k, mean, valid, most, jump):
     """Let ratios of keys and queries follow new tokens: `follow_ratios` of kvlab/ops/frame.py.
 
     ratios int16 (batch, heads, head_dim / 2); q float32 (batch, tokens, query heads, head_dim); k the same of
@@ -214,7 +214,9 @@ def follow_ratios(ratios, q, k, mean, valid, most):
                     if 0 < size < infinite and 0 < asked < infinite:
                         now = (np.int64(lines[0, i]) >> 15) - (np.int64(lines[1, i]) >> 15)
                         ratio = np.int64(ratios[row, head, i])
-                        ratios[row, head, i] = ratio + ((min(max(now, -most), most) - ratio) >> 3)
+                        change = min(max(now, -most), most) - ratio
+                        jumps = group > 1 and change >= jump
+                        ratios[row, head, i] = ratio + (change if jumps else change >> 3)
 
 
 @serial
