@@ -147,7 +147,7 @@ def test_a_first_block_far_larger_than_the_others_is_not_clipped(
     limit = 1e-3 if profile[0] == 8 else 0.015
     assert error() < limit
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "ALONE", np.float32(0))
+        patch.setattr(blocks, "FIRST", np.float32(0))
         assert error() > 1.5 * limit
 
 
