@@ -26,6 +26,8 @@ A format (an entry of the list FORMATS.json; what is left out is that of the cac
 - to see what costs: `ideal`: codes come from exact values, not from wider codes; `oracle`: importance is that
   at the end of the prompt; `states`: parts leave keys and values of full precision; `exact`: so many first
   tokens are exact, `exact_side`: "k", "v" or "kv" of them; `first`: what sinks count as receiving at least
+- `steady`: means are multiplied by what RoPE leaves of them, as in the cache (results before: false);
+  `fixed`: bytes of a head beside its pages; `loss`: that of profiles is the cache's, or of the `"frame"`
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ from kvlab.lab.quality.model import load_smollm2
 from kvlab.lab.quality.prompts import many_keys
 from kvlab.lab.quality.text import cut_windows
 from kvlab.lab.results import provenance
-from kvlab.ladder import BITS_OF_WIDTHS, ERRORS, parse_bits
+from kvlab.ladder import BITS_OF_WIDTHS, ERRORS, SHARES, parse_bits
+from kvlab.ops.frame import STEADY_OVER, mean_factors
 from kvlab.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE
 
 PROMPT, SCORED, WHOLE, TEXT, KEYS = 1024, 128, 2047, 1536, 10
@@ -61,6 +64,7 @@ DEFAULT: dict[str, Any] = {
     "side": 5, "error": 1.0, "step": 8, "again": [], "shares": None, "scale": 16, "plan_length": 1,
     "grid": {}, "kweight": 1.0, "power": 1.0, "newest": None, "gain": [0, 0], "ideal": False, "oracle": False,
     "states": False, "exact": 0, "exact_side": "kv", "first": None,
+    "steady": True, "fixed": None, "loss": "cache",
     "tasks": ["single", "retrieval"],
 }  # fmt: skip
 
@@ -75,6 +79,8 @@ class Model:
         self.layers = min(layers, config.num_hidden_layers)
         self.group, self.weights, self.device = self.heads_q // self.heads, weights, device
         self.frequency = subject.model.model.rotary_emb.inv_freq.to(device)
+        factors = mean_factors(self.frequency.tolist(), self.dim, STEADY_OVER)
+        self.steady = torch.tensor(factors, device=device)
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return F.rms_norm(x, x.shape[-1:], self.weights[f"model.{name}.weight"], self.eps)
@@ -187,11 +193,15 @@ def on_grid(
 class Frame:
     """Mean, order and ratios of each (layer, row, head); rows may be 1, for all."""
 
-    def __init__(self, exact: Exact, n: int, mean_of: torch.Tensor | None, narrow: bool, pool: bool) -> None:
+    def __init__(
+        self, exact: Exact, n: int, mean_of: torch.Tensor | None, narrow: bool, pool: bool, factor: Any
+    ) -> None:
         k, cut = exact.k[..., 4:n, :], min(exact.asked, key=lambda c: abs(c - n))
         self.mean = k.mean(-2) if mean_of is None else mean_of
         if pool:
             self.mean = self.mean.mean(1, keepdim=True)
+        else:
+            self.mean = self.mean * factor
         if narrow:
             first = exact.k[..., 0, :]
             self.mean = torch.where(self.mean.square() <= 2 * self.mean * first, self.mean, 0)
@@ -247,7 +257,7 @@ class Cache:
         self.bench, self.frames = bench, {}
         page, side = form["page"], form["side"]
         self.cost = [page * (self._code_bytes(*r) + side) + PAGE_TABLE_BYTES for r in self.bits]
-        fixed = 4 + (5 if self.blocks else 3) * model.dim + (4 * len(self.bits) if self.blocks else 0)
+        fixed = form["fixed"] or 4 + 3 * model.dim + (model.dim + 18) * self.blocks
         ring = (form["ring"] + form["sink"]) * (2 * model.dim + side) if form["ring"] else 0
         self.fixed = heads * (fixed + ring)
         self.loss = [self._loss(*r) for r in self.bits]
@@ -262,7 +272,10 @@ class Cache:
         return 8 * words + self.model.dim / 8 * v
 
     def _loss(self, k: Any, v: int) -> float:
-        of_keys = ERRORS[k] if isinstance(k, int) else self.frame(64).loss(k)
+        if isinstance(k, list) and self.form["loss"] == "cache" and set(k) <= set(ERRORS):
+            of_keys = sum(share * ERRORS[width] for share, width in zip(SHARES, k, strict=True))
+        else:
+            of_keys = ERRORS[k] if isinstance(k, int) else self.frame(64).loss(k)
         return float(self.form["kweight"] * of_keys + (ERRORS.get(v) or LOSS[v]))
 
     def frame(self, length: int) -> Frame:
@@ -270,14 +283,16 @@ class Cache:
         source, again = self.form["frame"], [n for n in self.form["again"] if n <= length]
         source = again[-1] if again else source
         narrow = not self.form["ring"] and self.bits[-1][0] not in (8, [8] * 4)
-        key = source, self.form.get("mean"), narrow, id(self.exact)
+        key = source, self.form.get("mean"), narrow, self.form["steady"], id(self.exact)
         if key not in self.bench.frames:
             of, n = (self.exact, source) if isinstance(source, int) else (self.bench.others[source], PROMPT)
             n = min(n, of.received.shape[-1])
             mean, mean_of = self.form.get("mean"), None
             if isinstance(mean, int):
                 mean_of = self.exact.k[..., 4:mean, :].mean(-2)
-            self.bench.frames[key] = Frame(of, n, mean_of, narrow, not isinstance(source, int))
+            factor = self.model.steady if self.form["steady"] else 1
+            pool = not isinstance(source, int)
+            self.bench.frames[key] = Frame(of, n, mean_of, narrow, pool, factor)
         return self.bench.frames[key]
 
     def pack(self, at: torch.Tensor, to: Any, length: int) -> None:

@@ -26,6 +26,7 @@ the widest come first.
 
 from __future__ import annotations
 
+from functools import reduce
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -75,6 +76,10 @@ RMS = 16
 """Root mean square of elements: so large that steps of tokens far smaller have all their bits."""
 GUESS = {2: np.float32(0.07), 4: np.float32(0.052), 8: np.float32(0.036)}
 """What the square of a block's largest element counts, by width, where the search for a step begins."""
+FIRST, FIRST_DECODED = np.float32(2.5), np.float32(1.77)
+"""How often the square of the first block counts at least, in place of all, and where elements come from
+codes: where it is far larger than the others, as that of the first key of a text, on which attention rests, it
+would be clipped."""
 MORE_CHANNELS = {64: np.float32(1), 128: np.float32(0.82), 192: np.float32(0.73), 256: np.float32(0.68)}
 """By head_dim, what `GUESS` is multiplied by: of more elements the largest says less."""
 WEIGHTS = np.array([8, 2, 1, 1])
@@ -194,11 +199,10 @@ def guess_block_step(
     unit = exponent_above(largest) - 7
     sizes = np.abs(times_power(x, -unit)).reshape(len(x), BLOCKS, -1).max(2)
     part = MORE_CHANNELS[x.shape[1]]
-    squares = np.zeros(len(x), np.float32)
-    for b in range(BLOCKS):
-        if profile[b]:
-            squares += sizes[:, b] * sizes[:, b] * (GUESS[profile[b]] * part)
-    guess = np.sqrt(squares) * np.where(decoded, np.float32(19 / 16), np.float32(1))
+    squares = [sizes[:, b] * sizes[:, b] * (GUESS[width] * part) for b, width in enumerate(profile) if width]
+    least = np.where(decoded, FIRST_DECODED, FIRST) * squares[0]
+    square = np.maximum(reduce(np.add, squares), least)
+    guess = np.sqrt(square) * np.where(decoded, np.float32(19 / 16), np.float32(1))
     guesses: NDArray[np.float32] = np.ldexp(guess, unit - 6)
     return guesses
 

@@ -126,19 +126,24 @@ __host__ __device__ constexpr int code_parts(int bits) {
 constexpr int COMPARED = HEAD_DIM >= 128 ? HEAD_DIM / 16 * 3 / 4 : HEAD_DIM / 16;
 
 #if IN_BLOCKS
+// How often the square of the first block counts at least, in place of all.
+constexpr float FIRST_BLOCK = 2.5f, FIRST_BLOCK_DECODED = 1.77f;
+
 // The same of a key in blocks, as kvlab/reference/blocks.py `guess_block_step` says; `counted`: the largest
 // element of each block in units of 2^unit.
 __device__ __forceinline__ u32 guess_of_blocks(const float (&counted)[KEY_BLOCKS], u32 profile, bool decoded,
                                                int unit) {
     constexpr float MORE = HEAD_DIM == 64 ? 1.f : HEAD_DIM == 128 ? .82f : HEAD_DIM == 192 ? .73f : .68f;
-    float squares = 0.f;
+    float squares = 0.f, first = 0.f;
 #pragma unroll
     for (int b = 0; b < KEY_BLOCKS; ++b) {
         const int width = width_of_block(profile, b);
         const float part = width == 2 ? .07f * MORE : width == 4 ? .052f * MORE : .036f * MORE;
-        if (width) squares = __fadd_rn(squares, __fmul_rn(__fmul_rn(counted[b], counted[b]), part));
+        const float square = __fmul_rn(__fmul_rn(counted[b], counted[b]), part);
+        if (width) squares = __fadd_rn(squares, square);
+        if (b == 0) first = __fmul_rn(square, decoded ? FIRST_BLOCK_DECODED : FIRST_BLOCK);
     }
-    float guess = root_of(fmaxf(squares, 1.f));  // zeros have no step
+    float guess = root_of(fmaxf(fmaxf(squares, first), 1.f));  // zeros have no step
     if (decoded) guess = __fmul_rn(guess, 19.f / 16);
     return pack_halves(guess * power_of_two(unit - 6), 0.f);
 }

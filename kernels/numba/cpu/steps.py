@@ -55,6 +55,7 @@ PROFILE = 1 << 12
 """Bits of a side from here on are a profile: the widths of four blocks, 4 bits each, the first uppermost."""
 FACTORS = np.array([FACTORS_OF.get(str(width), 0) for width in range(9)], np.float32)
 _BLOCK_GUESS = np.array([0, 0, 0.07, 0, 0.052, 0, 0, 0, 0.036], np.float32)
+_FIRST, _FIRST_DECODED = np.float32(2.5), np.float32(1.77)
 _MORE_CHANNELS = np.array([0, 1, 0.82, 0.73, 0.68], np.float32)  # by head_dim / 64
 _WEIGHTS = np.array([8, 2, 1, 1])
 _BLOCK_TOP = 17
@@ -398,11 +399,13 @@ def _search_in_blocks(x, start, n, profile, blocks, decoded, largest, exponent, 
         return max((np.int64(word) + (float_of_half(word) < wanted) + 127) >> 7, 1)
     if exponent < -20:  # less than a 64th of the largest element, which is less than half of the least step
         return 0
-    squares = _ZERO
+    squares = least = _ZERO
     for block in range(blocks):
         size = _largest(x, start + block * each, each) * _power(7 - exponent)
         squares += size * size * (_BLOCK_GUESS[width_of_block(profile, block)] * _MORE_CHANNELS[n // 64])
-    guess = np.sqrt(squares)
+        if block == 0:
+            least = squares * (_FIRST_DECODED if decoded else _FIRST)
+    guess = np.sqrt(max(squares, least))
     if decoded:
         guess *= _HIGHER_IN_BLOCKS
     near = np.int64(half_of(guess * _power(top - 13)))
