@@ -35,7 +35,8 @@ def contents_of(cache: DeviceCache) -> tuple[list[dict[str, Any]], Arrays]:
 
     Arrays of layer i are named "i.num_pages", "i.k_mean", "i.k_shift", "i.has_mean", "i.open" and, for each
     entry of the page tables, "i.rung", "i.count", "i.base"; "i.pool0" and so on are the pages of each rung,
-    behind those of the ladder a rung for tokens that wait. "i.asked" has the rows of which tokens wait.
+    behind those of the ladder a rung for tokens that wait. "i.asked" has the rows of which tokens wait, and
+    "i.k_ratio" what frames are fitted to.
     """
     store, states, arrays = cache.store, [], Arrays()
     cache.flush(cache.executor.stream(cache.like))
@@ -46,7 +47,7 @@ def contents_of(cache: DeviceCache) -> tuple[list[dict[str, Any]], Arrays]:
         live, named = np.arange(store.entries) < tables["num_pages"][..., None], named_pages(tables)
         arena = store.executor.to_host(store.arenas[number]).reshape(-1, UNIT)
         index = tables["index"].view(np.uint32).astype(np.int64)
-        mine: Arrays = {name: tables[name] for name in ("num_pages", *FRAME, "open")}
+        mine: Arrays = {name: tables[name] for name in ("num_pages", *FRAME, "k_ratio", "open")}
         mine["has_mean"] = tables["waits"] == 0
         mine["asked"] = tables["asked"][awaiting(mine["has_mean"], tables["num_pages"])]
         for name, dtype in _TABLES.items():
@@ -128,7 +129,7 @@ def _laid_out(
     entries = int(num_pages.sum(dtype=np.int64))
     rung, count, base = (take(name, np.dtype(kind).name, (entries,)) for name, kind in _TABLES.items())
     has_mean, opened = take("has_mean", "bool", (batch,)), take("open", "int32", (batch, heads, OPEN_PAGES))
-    for name, dtype in FRAME.items():
+    for name, dtype in {**FRAME, "k_ratio": "int16"}.items():
         tables[name][...] = take(name, dtype, tables[name].shape)
     waiting = awaiting(has_mean, num_pages)
     tables["asked"][waiting] = take("asked", "float32", (int(waiting.sum()), heads, store.head_dim))

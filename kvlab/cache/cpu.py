@@ -19,6 +19,7 @@ from kvlab.arrays import CudaView, dtype_name, like_first, meant_strides, numpy_
 from kvlab.ops.cpu import pages, plan, scores
 from kvlab.ops.cpu.layer import HostLayer
 from kvlab.ops.cpu.packed import AttendCall
+from kvlab.ops.cpu.refit import refit_frames
 from kvlab.ops.cpu.rows import copy_pages_to, take_rows
 from kvlab.ops.layer_state import UNIT
 from kvlab.ops.plan import Ladder, PlanShape
@@ -92,6 +93,10 @@ class CpuKernels:
     ) -> None:
         """Take the frames that are due."""
         pages.freeze_means(self.layers[layer], new, addresses, before, **options)
+
+    def refit_frames(self, layer: int, new: Any, queries: CudaView, stream: int) -> None:
+        """Fit frames to the newest tokens."""
+        refit_frames(self.layers[layer], new, queries)
 
     def crop_rows(self, end: int, stream: int) -> None:
         """Give all rows another length."""

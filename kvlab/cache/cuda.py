@@ -91,6 +91,11 @@ class GpuKernels:
             lookahead=lookahead, force=force, queries=queries, in_blocks=self.store.stores[layer].in_blocks,
         )  # fmt: skip
 
+    def refit_frames(self, layer: int, new: Any, queries: CudaView, stream: int) -> None:
+        """Fit frames to the newest tokens; see `kvlab.ops.cuda.pages.refit_frames`."""
+        num_bh, heads = self.store.num_bh, self.store.heads
+        kernels.refit_frames(*self._of_store, self._states(layer), num_bh, heads, new, queries, stream)
+
     def crop_rows(self, end: int, stream: int) -> None:
         """Give all rows another length; see `kvlab.ops.cuda.pages.crop_rows`."""
         layers, batch = len(self.store.stores), self.store.batch

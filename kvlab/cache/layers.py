@@ -89,8 +89,8 @@ class LayerFormat:
 
     @cached_property
     def fixed_nbytes(self) -> int:
-        """Bytes that a row takes without any page: number of pages and key frame of each head."""
-        frame = 3 * self.head_dim + (self.head_dim + 16 + 2) * self.in_blocks
+        """Bytes that a row takes without any page: number of pages, key frame and ratios of each head."""
+        frame = 3 * self.head_dim + (2 * self.head_dim + 16 + 2) * self.in_blocks
         return self.num_heads_kv * (4 + frame)
 
     @cached_property

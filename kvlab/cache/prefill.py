@@ -142,6 +142,8 @@ class _NewTokens:
         cache.reallocator.set_row_budgets(self._row_budgets)
         arrays = (*self._arrays, codes) if valid is None else (*self._arrays, codes, valid)
         merged = self._merged
+        if self.length and queries is not None and cache.layers[layer].stored.in_blocks:
+            cache.kernels.refit_frames(layer, tokens, queries, self.stream)
         if self._counts is not None:
             if merged is not None:
                 put_new(merged, self._arrays[0], self._arrays[1], codes)

@@ -2,7 +2,7 @@
 
 Keys have an offset in each channel. It costs the quantiser range and carries no information: it adds the same
 q . mean to every score. Some models have channels many times larger than others; the transform would spread
-them over all. These are scaled down by powers of 2. A frame is frozen once, from the first tokens of the row;
+them over all. These are scaled down by powers of 2. A frame is taken once, from the first tokens of the row;
 attention pays nothing for it:
 
     stored = H((k - mean) / 2^shift)        q . k = H(q 2^shift) . stored + q . mean
@@ -13,6 +13,11 @@ first key, on which attention rests, lies far from that mean, so it must stay at
 without a width of 8 for keys is narrow: there a channel has a mean only if that does not make the first key
 longer (docs/performance/quality.md). Scaling ordinary channels, too, brought nothing more; values need no
 frame.
+
+Channels may become large later than the first tokens. Where keys are kept in blocks, a row knows how much
+larger keys of each pair are than queries lately (`follow_ratios`). Before a plan the shift of a pair that has
+become large rises (`further_shift`), and stored keys are encoded again, from their codes
+(`kvlab.reference.blocks.refit_codes`).
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ __all__ = [
     "BLOCKS",
     "FEWEST",
     "FIRST",
+    "FITTED_TO",
     "FRAME",
     "FRAME_OF_BLOCKS",
     "LAST",
@@ -38,6 +44,8 @@ __all__ = [
     "awaiting",
     "check_frames",
     "exponent_of",
+    "follow_ratios",
+    "further_shift",
     "key_gain",
     "key_mean",
     "key_order",
@@ -67,6 +75,12 @@ STEADY_OVER = 2048
 _LEAST_SEEN = 0.15
 MOST_SHIFT = 14
 """The least power of 2 that float16 has with all its bits is 2**-14."""
+FITTED_TO = 16
+"""The newest tokens of a prefill that frames are fitted to."""
+MOST_RATIO, JUMP, LEAST_GROWN = 16 << 8, 7 << 8, 800
+"""Of `follow_ratios`, and from which difference on a pair has become large: 9 times."""
+MOST_FURTHER = 10
+"""By how much a shift rises at a time."""
 BLOCKS = 4
 """Blocks of channels of keys where a ladder has profiles."""
 _GAIN, _LEAST_RATIO = 16.0, 2.0**-8
@@ -236,6 +250,62 @@ def key_shift(
         large = (ratio >= np.where(has_queries, LEAST, LEAST_ALONE)) & (ratio < np.inf)
     orders = np.frexp(2 * np.where(large, ratio, 1))[1] - 1  # half of them, to the nearest
     return np.tile(np.where(large, np.minimum(orders >> 1, MOST_SHIFT), 0), 2).astype(np.uint8)
+
+
+def follow_ratios(
+    ratios: NDArray[np.int16], q: NDArray[Any], k: NDArray[Any], mean: NDArray[np.float32]
+) -> None:
+    """Let ratios (Hkv, D / 2) follow new queries (m, Hq, D), and keys (m, Hkv, D) less their mean (Hkv, D).
+
+    A ratio is a running mean, an eighth of it the newest token, of how much larger the keys of a rotary pair
+    are than its queries: binary orders in 256ths, between powers of 2 on a straight line, at most 16 orders.
+    Where a KV head has several query heads, a token 7 orders above the mean counts alone: so far off no sum
+    of queries is by chance. A token whose keys or queries are 0 or not finite there counts nothing.
+
+    Examples
+    --------
+    >>> ratios = np.zeros((1, 2), np.int16)
+    >>> follow_ratios(ratios, np.ones((1, 1, 4)), np.full((1, 1, 4), 4.0), np.zeros((1, 4), np.float32))
+    >>> ratios
+    array([[64, 64]], dtype=int16)
+    """
+    heads, head_dim = mean.shape
+    half = head_dim // 2
+    queries = np.abs(q.astype(np.float32)).reshape(len(q), heads, q.shape[1] // heads, head_dim)
+    with np.errstate(invalid="ignore", over="ignore"):
+        keys = np.abs(k.astype(np.float32) - mean)
+        for of_queries, of_key in zip(queries, keys, strict=True):
+            size, asked = of_key[:, :half] + of_key[:, half:], np.zeros((heads, half), np.float32)
+            for i in range(of_queries.shape[1]):
+                asked += of_queries[:, i, :half]
+                asked += of_queries[:, i, half:]
+            counts = (size > 0) & (size < np.inf) & (asked > 0) & (asked < np.inf)
+            now = (size.view(np.int32) >> 15) - (asked.view(np.int32) >> 15)
+            change = np.clip(now, -MOST_RATIO, MOST_RATIO) - ratios
+            change = np.where((change >= JUMP) & (of_queries.shape[1] > 1), change, change >> 3)
+            ratios += np.where(counts, change, 0).astype(np.int16)
+
+
+def further_shift(ratios: NDArray[np.int16], shift: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return by how many more binary orders (..., D) the channels of keys are scaled down than by `shift`.
+
+    As in `key_shift` a pair is large if its ratio, here in the frame that the row has, is 9 times the median
+    or more. It is brought next to the median, by at most `MOST_FURTHER` orders at a time.
+
+    Examples
+    --------
+    >>> ratios = np.zeros(8, np.int16)
+    >>> ratios[3] = 10 * 256
+    >>> further_shift(ratios, np.zeros(16, np.uint8))
+    array([0, 0, 0, 5, 0, 0, 0, 0, 0, 0, 0, 5, 0, 0, 0, 0], dtype=uint8)
+    """
+    half = ratios.shape[-1]
+    old = shift[..., :half].astype(np.int64)
+    grown = ratios - (old << 9)
+    grown -= np.sort(grown, axis=-1)[..., (half - 1) // 2, None]
+    most = np.minimum(MOST_SHIFT - old, MOST_FURTHER)
+    further = np.where(grown >= LEAST_GROWN, np.minimum(grown + 256 >> 9, most), 0).astype(np.uint8)
+    return np.concatenate([further, further], axis=-1)
 
 
 def _sizes(

@@ -17,6 +17,9 @@ error is kept, where errors of the first block count 8, then 2, 1 and 1. Element
 for that, so sums are whole numbers, too. In a profile without 2 and 4 it is the least step whose grid reaches
 the largest element.
 
+*Channels that become large later* are scaled down from then on. Stored codes are taken back to channels,
+those are scaled, too, and the nearest codes taken; steps stay (`refit_codes`).
+
 *The codes* of neighbouring blocks of one width are the code region of a page of as many channels; those of
 the widest come first.
 """
@@ -60,6 +63,7 @@ __all__ = [
     "profile_bits",
     "profile_words",
     "query_in_blocks",
+    "refit_codes",
     "rotate_in_blocks",
     "runs_of",
     "search_block_step",
@@ -301,3 +305,33 @@ def decode_blocks(codes: NDArray[Any], step: NDArray[np.uint8], profile: Profile
         for b, width in enumerate(profile)
     ]
     return np.concatenate(parts, axis=1)
+
+
+def refit_codes(
+    codes: NDArray[np.uint8], profile: Profile, order: NDArray[np.uint8], further: NDArray[np.uint8]
+) -> NDArray[np.uint8]:
+    """Return the codes (n, head_dim), in order, of keys whose channels are scaled down by 2**further more.
+
+    A block without such a channel keeps its codes. Steps and gains stay: both take elements and channels by
+    the same factor. Of two codes that are equally near the upper one counts.
+
+    Examples
+    --------
+    >>> order, further = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
+    >>> further[[0, 32]] = 5
+    >>> codes = np.full((1, 64), 200, np.uint8)  # elements are 145, all of the first channel of each block
+    >>> refit_codes(codes, (8, 8, 8, 8), order, further)[0, ::16]
+    array([130, 200, 130, 200], dtype=uint8)
+    """
+    n = codes.shape[1] // BLOCKS
+    placed, found = further[order].astype(np.int64), codes.copy()
+    for block, width in enumerate(profile):
+        own = slice(block * n, (block + 1) * n)
+        if not width or not placed[own].any():
+            continue
+        signs = np.sign(hadamard_matrix(n))  # every number is exact
+        channels = grid_values(codes[:, own], np.ones(1, np.float32), width).astype(np.float64) @ signs
+        halves = np.ldexp(channels, -placed[own]) @ signs / np.abs(signs[0]).sum()
+        cells = np.floor(halves / 2) + (1 << (width - 1))
+        found[:, own] = np.clip(cells, 0, (1 << width) - 1)
+    return found

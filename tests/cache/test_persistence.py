@@ -49,16 +49,19 @@ def test_a_loaded_cache_goes_on_as_the_saved_one_would(tmp_path, options):
     assert [path.name for path in tmp_path.iterdir()] == ["cache"], "a temporary file was left"
 
 
+@pytest.mark.parametrize("in_blocks", [False, True])
 @pytest.mark.parametrize(("n", "waiting"), [(0, 0), (60, 2), (100, 1), (104, 0)])
-def test_all_that_a_file_holds_of_pages_and_frames_counts(tmp_path, n, waiting):
+def test_all_that_a_file_holds_of_pages_and_frames_counts(tmp_path, n, waiting, in_blocks):
     """Tokens that wait for the frame of their keys, and sums of queries that wait with them, too."""
-    rng, path = np.random.default_rng(0), tmp_path / "cache"
-    cache = MixedPrecisionCache(2, 4, 2, 32, batch=2, budget="1MiB")
-    q, k, v = (rng.standard_normal((2, n, heads, 32), dtype=np.float32) for heads in (4, 2, 2))
+    rng, path, dim = np.random.default_rng(0), tmp_path / "cache", 64 if in_blocks else 32
+    bits = {"bits": ("k4220v2", "k8444v4", 8)} if in_blocks else {}
+    cache = MixedPrecisionCache(2, 4, 2, dim, batch=2, budget="1MiB", **bits)
+    q, k, v = (rng.standard_normal((2, n, heads, dim), dtype=np.float32) for heads in (4, 2, 2))
     for layer in range(2):
         cache.step(layer, q, k, v, valid=np.arange(n) >= np.array([[0], [min(n, 40)]]))
     cache.save(path)
-    counted = (".num_pages", ".k_mean", ".k_shift", ".asked")
+    in_frames = ".k_mean", ".k_shift", ".exponent", ".k_order", ".k_gain", ".k_ratio"
+    counted = (".num_pages", *in_frames, ".asked")
     arrays = files.read(path)[1]
     tables = sum(8 * len(x) for name, x in arrays.items() if ".pool" in name)
     rest = sum(x.nbytes for name, x in arrays.items() if name.endswith(counted) or ".pool" in name)
@@ -245,7 +248,7 @@ def test_files_of_other_versions_are_refused_by_their_number(small, tmp_path):
     path = tmp_path / "cache"
     path.write_bytes(small.read_bytes())
     rewritten(path, lambda d, a: d.update(version=6))
-    with pytest.raises(FormatError, match="format version 6; this kvlab reads version 7 alone: fill a cache"):
+    with pytest.raises(FormatError, match="format version 6; this kvlab reads version 8 alone: fill a cache"):
         MixedPrecisionCache.load(path)
 
 

@@ -238,3 +238,43 @@ def test_a_page_gives_its_keys_back(seed: int, head_dim: int, profile: tuple[int
     assert (page.k == decode_blocks(*encode_blocks(z, profile), profile)).all()
     assert (page.positions == where).all()
     assert (page.importance == weight).all()
+
+
+@given(SEEDS, st.sampled_from(HEAD_DIMS), st.sampled_from(PROFILES), st.integers(1, 10))
+def test_refit_codes_are_those_of_scaled_channels(
+    seed: int, head_dim: int, profile: tuple[int, ...], orders: int
+) -> None:
+    """Elements are the nearest that the grid has to those of keys with the channels scaled down."""
+    rng = np.random.default_rng(seed)
+    x, n = rng.standard_normal((20, head_dim), dtype=np.float32) * 16, head_dim // 4
+    codes, step = encode_blocks(x, profile)
+    order, further = rng.permutation(head_dim).astype(np.uint8), np.zeros(head_dim, np.uint8)
+    pair = int(rng.integers(head_dim // 2))
+    further[[pair, pair + head_dim // 2]] = orders
+    new = blocks.refit_codes(codes, profile, order, further)
+    mean, shift = np.zeros(head_dim, np.float16), np.zeros(head_dim, np.uint8)
+    before = KeyFrame(mean, shift, 0, order, np.ones(4, np.float32))
+    keys = restored(decode_blocks(codes, step, profile), before)
+    wanted = np.ldexp(keys, -further.astype(int)) @ np.linalg.inv(restored(np.eye(head_dim), before))
+
+    def is_nearest(new: NDArray[np.uint8]) -> bool:
+        half = np.repeat([FACTORS[width] for width in profile], n) * STEPS[step].astype(np.float64)[:, None]
+        reach = np.repeat([(1 << width) - 1 for width in profile], n) * half
+        off = np.abs(np.clip(wanted, -reach, reach) - decode_blocks(new, step, profile))
+        return bool((off <= half * (1 + 1e-9)).all())
+
+    assert is_nearest(new)
+    touched = np.repeat((further[order].reshape(4, n) > 0).any(1) & (np.array(profile) > 0), n)
+    assert np.array_equal(new[:, ~touched], codes[:, ~touched])
+    if touched.any():  # a code beside the nearest is found out
+        beside = new.copy()
+        at = np.flatnonzero(touched)[0]
+        beside[:, at] = np.where(new[:, at] > 0, new[:, at] - 1, new[:, at] + 1)
+        assert not is_nearest(beside)
+
+
+@given(SEEDS, st.sampled_from(PROFILES))
+def test_nothing_is_refit_without_a_channel(seed: int, profile: tuple[int, ...]) -> None:
+    codes, _ = encode_blocks(np.random.default_rng(seed).standard_normal((9, 64), dtype=np.float32), profile)
+    order = np.arange(64, dtype=np.uint8)
+    assert np.array_equal(blocks.refit_codes(codes, profile, order, np.zeros(64, np.uint8)), codes)

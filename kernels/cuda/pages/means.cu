@@ -10,6 +10,9 @@
 //               enough, it writes the frame and copies waiting tokens to arrays in front of the new ones;
 //               else it copies new tokens to the waiting pages. A warp copies a vector, a thread sums a
 //               channel.
+// refit_frames  grid (num_bh), ladders with profiles alone: a CTA has a head, whose frame is fitted to the
+// newest
+//               tokens of a prefill as that of an append is to its own (refit.cuh).
 // crop_rows     grid (batch, layers): rows get another length, and waiting pages, whose tokens stand in the
 //               order of their positions, forget those beyond it. A thread has a (head, page). Plans drop the
 //               tokens of other pages.
@@ -18,13 +21,13 @@
 // Macros: HEAD_DIM; BF16; IN_BLOCKS: whether the ladder has profiles.
 #include "pages/encode.cuh"
 #include "pages/code_layout.cuh"
+#include "pages/refit.cuh"
 #include "pages/state.cuh"
 
 constexpr int THREADS = 512, WARPS = THREADS / 32;
-constexpr int V_CODES = code_bytes(16);    // their byte offset in a waiting page
-constexpr int FIRST = 4, MIN_TOKENS = 16;  // fewer tokens than MIN_TOKENS make the mean 0
-constexpr int MAX_SHIFT = 14;
-constexpr double MIN_RATIO = 9., MIN_RATIO_ALONE = 64.;             // ratios of sizes; see key_shift
+constexpr int V_CODES = code_bytes(16);                  // their byte offset in a waiting page
+constexpr int FIRST = 4, MIN_TOKENS = 16;                // fewer tokens than MIN_TOKENS make the mean 0
+constexpr double MIN_RATIO = 9., MIN_RATIO_ALONE = 64.;  // ratios of sizes; see key_shift
 constexpr int MIN_USUAL = -4, END_USUAL = 12, MIN_EXPONENT = -100;  // exponents; see side_exponent
 constexpr int WIDEST = IN_BLOCKS ? 0x8888 : 8;                      // of packed keys
 #define INFINITE __longlong_as_double(0x7ff0000000000000)
@@ -436,7 +439,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) freeze_means(const __gr
         }
     }
     if (goes && threadIdx.x == 0) s.waits[row] = 0;
+#if IN_BLOCKS
+    if (goes)
+        for (int i = threadIdx.x; i < s.heads * HEAD_DIM / 2; i += THREADS)
+            s.k_ratio[(u64)waiting.first_bh * HEAD_DIM / 2 + i] = 0;
+#endif
 }
+
+#if IN_BLOCKS
+constexpr int FITTED_TO = 16;  // the newest tokens of a prefill
+
+struct Fit {
+    const LayerState* layer;
+    NewTokens new_tokens;  // of a prefill
+    Queries queries;       // of the same tokens
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) refit_frames(const __grid_constant__ Fit call) {
+    constexpr int HALF = HEAD_DIM / 2;
+    const LayerState& s = *call.layer;
+    const int bh = blockIdx.x, row = bh / s.heads, thread = threadIdx.x;
+    if (s.waits[row]) return;
+    int rises = 0;
+    if (thread < HALF) {
+        const int first = max(call.new_tokens.num_new - FITTED_TO, 0);
+        const int ratio =
+            follow_ratio(s, call.new_tokens, call.queries, row, bh - row * s.heads, first, thread);
+        rises = further_shift(ratio, s.k_shift[(u64)bh * HEAD_DIM + thread], thread,
+                              [] { __barrier_sync_count(1, HALF); });
+    }
+    if (__syncthreads_or(rises)) raise_shifts(s, bh, thread, rises);
+}
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS) crop_rows(const LayerState* layers, int seqlen) {
     const LayerState& s = layers[blockIdx.y];

@@ -185,6 +185,58 @@ def append_tokens(tables, formats, frames, new, valid):
 
 
 @serial
+def follow_ratios(ratios, q, k, mean, valid, most, jump):
+    """Let ratios of keys and queries follow new tokens: `follow_ratios` of kvlab/ops/frame.py.
+
+    ratios int16 (batch, heads, head_dim / 2); q float32 (batch, tokens, query heads, head_dim); k the same of
+    KV heads; mean float32 (batch, heads, head_dim); valid bool (batch, tokens).
+    """
+    batch, tokens, heads, head_dim = k.shape
+    half, group, infinite = head_dim // 2, q.shape[2] // heads, np.float32(np.inf)
+    sizes = np.empty((2, half), np.float32)
+    lines = sizes.view(np.int32)
+    for row in range(batch):
+        for step in range(tokens):
+            if not valid[row, step]:
+                continue
+            for head in range(heads):
+                key, center = k[row, step, head], mean[row, head]
+                for i in range(half):
+                    sizes[0, i] = abs(key[i] - center[i]) + abs(key[half + i] - center[half + i])
+                    sizes[1, i] = 0
+                for g in range(group):
+                    query = q[row, step, head * group + g]
+                    for i in range(half):
+                        sizes[1, i] += abs(query[i])
+                        sizes[1, i] += abs(query[half + i])
+                for i in range(half):
+                    size, asked = sizes[0, i], sizes[1, i]
+                    if 0 < size < infinite and 0 < asked < infinite:
+                        now = (np.int64(lines[0, i]) >> 15) - (np.int64(lines[1, i]) >> 15)
+                        ratio = np.int64(ratios[row, head, i])
+                        change = min(max(now, -most), most) - ratio
+                        jumps = group > 1 and change >= jump
+                        ratios[row, head, i] = ratio + (change if jumps else change >> 3)
+
+
+@serial
+def has_grown(ratios, shifts, least):
+    """Whether a rotary pair of any head has become large; `further_shift` of kvlab/ops/frame.py says more."""
+    batch, heads, half = ratios.shape
+    own = np.empty(half, np.int64)
+    for row in range(batch):
+        for head in range(heads):
+            most = np.int64(-(1 << 30))
+            for i in range(half):
+                own[i] = np.int64(ratios[row, head, i]) - (np.int64(shifts[row, head, i]) << 9)
+                most = max(most, own[i])
+            own.sort()
+            if most - own[(half - 1) // 2] >= least:
+                return True
+    return False
+
+
+@serial
 def follow_mass(tables, mass, seqlen, take, span, forecast, code_of, score_of):
     """Bring the importance of stored tokens up to date with the attention mass they received.
 

@@ -151,7 +151,7 @@ class HostLayer:
 
     def rounded(self, x: Any) -> Any:
         """Keys or values, rounded to the cache's dtype, as float32."""
-        with np.errstate(over="ignore"):  # of padding, and of places that hold no token
+        with np.errstate(over="ignore", invalid="ignore"):  # of padding, and of places without a token
             return x.astype(numpy_dtype(self.dtype), copy=False).astype(np.float32, copy=False)
 
     def fresh(self, k: Any, v: Any, codes: Any, positions: Any) -> Any:

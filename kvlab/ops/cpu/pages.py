@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from kvlab.arrays import CudaView
 from kvlab.ops.cpu.exact import attend_exact
 from kvlab.ops.cpu.layer import HostLayer, array_at, vectors_of, view_at
+from kvlab.ops.cpu.refit import fit_frames
 from kvlab.ops.cpu.rows import MergedTokens, NewRow, freeze_row
 from kvlab.ops.cpu.scores import norm_codes
 from kvlab.ops.frame import ASKING, LAST, add_queries
@@ -141,7 +142,7 @@ class AppendCall:
             if self._observed == OBSERVED["mass"]:
                 codes = encode_importance(np.nan_to_num(mass))
             self._note_queries(view_at(q), mask, waits & rows)
-        self._store(keys, values, mask, codes, rows)
+        self._store(None if q is None else view_at(q), keys, values, mask, codes, rows)
 
     def _finish(
         self, q: Any, k: Any, v: Any, valid: Any, out: int, lse: int, stored: bool, rows: NDArray[np.bool_]
@@ -171,7 +172,7 @@ class AppendCall:
             asking = np.flatnonzero(valid[row])[max(ASKING - waiting, 0) : max(LAST - waiting, 0)]
             add_queries(tables["asked"][row], q[row, asking])
 
-    def _store(self, k: Any, v: Any, valid: Any, codes: Any, rows: NDArray[np.bool_]) -> None:
+    def _store(self, q: Any, k: Any, v: Any, valid: Any, codes: Any, rows: NDArray[np.bool_]) -> None:
         """Store new tokens of some rows in open pages: codes (batch, heads, num_new) are their importance."""
         from kvlab.numba_kernels.cpu.cache_write import append_tokens
 
@@ -179,7 +180,10 @@ class AppendCall:
         lengths, waits = layer.tables["seqlen"], layer.waits
         codes = np.ascontiguousarray(codes).reshape(-1, num_new)
         positions = layer.positions(0, num_new, int(lengths[rows].max(initial=0)))
-        new, formats, frames = layer.fresh(k, v, codes, positions), layer.formats, layer.frames
+        new, formats = layer.fresh(k, v, codes, positions), layer.formats
+        if q is not None and layer.in_blocks:
+            fit_frames(layer, q, new.k, valid & (rows & ~waits)[:, None])
+        frames = layer.frames
         for tables, mine in ((layer.planned, ~waits & rows), (layer.whole, waits & rows)):
             if mine.any() and not append_tokens(tables, formats, frames, new, valid & mine[:, None]):
                 layer.tables["status"] |= 1

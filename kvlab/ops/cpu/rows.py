@@ -134,7 +134,7 @@ def freeze_row(
     if waits:
         tables["num_pages"][row], tables["waits"][row] = 0 if goes else WAITING_ENTRIES, not goes
     if goes:
-        tables["open"][row] = -1
+        tables["open"][row], tables["k_ratio"][row] = -1, 0
 
 
 def _freeze_head(layer: HostLayer, at: tuple[int, int], k: Any, v: Any) -> None:

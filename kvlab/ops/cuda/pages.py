@@ -30,6 +30,7 @@ __all__ = [
     "crop_rows",
     "freeze_means",
     "merge_rows",
+    "refit_frames",
     "take_rows",
     "write_tokens",
 ]
@@ -59,6 +60,10 @@ _FREEZE = np.dtype(
     ],
     align=True,
 )
+_QUERIES = np.dtype(
+    [("q", "u8"), *((name, "i8") for name in ("batch", "step", "head")), ("group", "i4")], align=True
+)
+_FIT = np.dtype([("layer", "u8"), ("new_tokens", NEW_TOKENS), ("queries", _QUERIES)], align=True)
 _ROWS = np.dtype(
     [
         *((name, "u8") for name in ("from", "to", "sources", "rows", "origins", "kept")),
@@ -249,6 +254,32 @@ def freeze_means(
     if batch:
         kernel = _kernel("pages/means", "freeze_means", head_dim, dtype, device, in_blocks)
         kernel((batch,), (_FREEZE_THREADS,), (call[0],), 0, stream)
+
+
+def refit_frames(
+    head_dim: int, dtype: str, device: int, state: int, num_bh: int, heads: int, new: Any, queries: CudaView,
+    stream: int,
+) -> None:  # fmt: skip
+    """Fit the frames of a layer, whose keys are kept in blocks, to the newest tokens of a prefill.
+
+    An append fits them to its own.
+
+    Parameters
+    ----------
+    state : int
+        Address of the LayerState of the layer.
+    num_bh, heads : int
+        (row, KV head)s, and KV heads of a row.
+    new : NewTokens
+    queries : CudaView
+        (batch, num_new, query heads, head_dim), of the same tokens.
+    """
+    call = np.zeros(1, _FIT)
+    call["layer"], call["new_tokens"] = state, new
+    call["queries"] = (queries.pointer, *queries.strides[:3], queries.shape[2] // heads)
+    if num_bh:
+        kernel = _kernel("pages/means", "refit_frames", head_dim, dtype, device, True)
+        kernel((num_bh,), (_FREEZE_THREADS,), (call[0],), 0, stream)
 
 
 def crop_rows(

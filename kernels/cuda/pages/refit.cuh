@@ -1,0 +1,167 @@
+// Frames of keys that are fitted to the newest tokens (kvlab/ops/frame.py): how much larger keys of a rotary
+// pair are than its queries lately, by how much its shift rises, and stored codes in the frame of then.
+#pragma once
+
+#include "pages/code_layout.cuh"
+#include "pages/encode.cuh"
+#include "pages/state.cuh"
+#include "pages/steps.cuh"
+
+constexpr int MAX_SHIFT = 14, MIN_GROWN = 800, MAX_FURTHER = 10;
+
+// Queries by strides, [batch][steps][heads * group][HEAD_DIM].
+struct Queries {
+    const u16* q;
+    long long batch, step, head;
+    int group;
+};
+
+// Whether a size is neither 0 nor infinite nor NaN.
+__device__ __forceinline__ bool is_size(float x) {
+    return x > 0.f && x < __int_as_float(0x7f800000);
+}
+
+// Lets the ratio of a rotary pair of a head follow new tokens from step `first` on, as `follow_ratios` does,
+// and returns it; a thread has a pair.
+__device__ __forceinline__ int follow_ratio(const LayerState& s, const NewTokens& n, const Queries& queries,
+                                            int row, int head, int first, int pair) {
+    constexpr int HALF = HEAD_DIM / 2, MAX_RATIO = 16 << 8, JUMP = 7 << 8;  // 16 and 7 binary orders
+    const u64 bh = (u64)row * s.heads + head;
+    const __half* const mean = s.k_mean + bh * HEAD_DIM + pair;
+    const float power = power_of_two(s.exponent[2 * bh]);
+    const float mean_of[2] = {__half2float(mean[0]) * power, __half2float(mean[HALF]) * power};
+    const u16* const q = queries.q + row * queries.batch + head * queries.group * queries.head + pair;
+    const u16* const k = n.k + row * n.k_batch + head * n.k_head + pair;
+    short* const ratios = s.k_ratio + bh * HALF + pair;
+    int ratio = *ratios;
+#pragma unroll 1
+    for (int step = first; step < n.num_new; ++step) {
+        if (n.valid && !n.valid[(u64)row * n.num_new + step]) continue;
+        float of_queries = 0.f;
+        const float of_keys = fabsf(raw_value(k[step * n.k_step]) - mean_of[0]) +
+                              fabsf(raw_value(k[step * n.k_step + HALF]) - mean_of[1]);
+#pragma unroll 2
+        for (int g = 0; g < queries.group; ++g) {
+            const u16* const of_head = q + step * queries.step + g * queries.head;
+            of_queries += fabsf(raw_value(of_head[0]));
+            of_queries += fabsf(raw_value(of_head[HALF]));
+        }
+        if (!is_size(of_keys) || !is_size(of_queries)) continue;
+        const int now = (int)(__float_as_uint(of_keys) >> 15) - (int)(__float_as_uint(of_queries) >> 15);
+        const int change = min(max(now, -MAX_RATIO), MAX_RATIO) - ratio;
+        ratio += queries.group > 1 && change >= JUMP ? change : change >> 3;
+    }
+    *ratios = (short)ratio;
+    return ratio;
+}
+
+#if IN_BLOCKS
+// The binary orders by which the shift of a rotary pair of a head rises: see `further_shift`. HEAD_DIM / 2
+// threads call it, and `meet` is a barrier of them.
+template <class Meet>
+__device__ __forceinline__ int further_shift(int ratio, int shift, int pair, const Meet& meet) {
+    constexpr int HALF = HEAD_DIM / 2;
+    __shared__ int ratios[HALF], middle;
+    const int own = ratio - (shift << 9);
+    ratios[pair] = own;
+    meet();  // those of all pairs are there
+    int below = 0;
+#pragma unroll 8
+    for (int i = 0; i < HALF; ++i) below += ratios[i] < own || (ratios[i] == own && i < pair);
+    if (below == (HALF - 1) / 2) middle = own;
+    meet();  // the median is there
+    const int grown = own - middle;
+    return grown >= MIN_GROWN ? min((grown + 256) >> 9, min(MAX_SHIFT - shift, MAX_FURTHER)) : 0;
+}
+
+// Butterflies of blocks of KEY_ROTATION channels; lane: channels lane + 32 i.
+template <int CHANNELS>
+__device__ __forceinline__ void add_and_subtract(int (&x)[CHANNELS], int lane) {
+#pragma unroll
+    for (int h = 1; h < KEY_ROTATION; h *= 2) {
+        if (h < 32) {
+#pragma unroll
+            for (int i = 0; i < CHANNELS; ++i) {
+                const int other = __shfl_xor_sync(ALL_LANES, x[i], h);
+                x[i] = lane & h ? other - x[i] : x[i] + other;
+            }
+        } else {
+            const int first = x[0];
+            x[0] = first + x[CHANNELS - 1], x[CHANNELS - 1] = first - x[CHANNELS - 1];
+        }
+    }
+}
+static_assert(KEY_ROTATION <= 64, "two channels of a lane");
+
+// Finds the codes of channels first to first + 31 or 63, in order, of a slot again: see `refit_codes` of
+// kvlab/reference/blocks.py. By place: `further` orders, and `most` of those of a rotation.
+__device__ __forceinline__ void refit_codes(u8* codes, int profile, int slot, int first, const u8* further,
+                                            const u8* most, int lane) {
+    constexpr int BLOCK = HEAD_DIM / KEY_BLOCKS, CHANNELS = KEY_ROTATION > 32 ? 2 : 1;
+    int x[CHANNELS], before[CHANNELS];
+    const auto place = [&](int j) {
+        const int channel = first + lane + 32 * j, block = channel / BLOCK;
+        const Run run = run_of_block(profile, block);
+        return make_int3(width_of_block(profile, block), 128 * run.word, channel - BLOCK * run.first);
+    };
+#pragma unroll
+    for (int j = 0; j < CHANNELS; ++j) {
+        const int3 at = place(j);
+        u32 code = 0;
+        KVLAB_FOR_WIDTH(at.x, code = read_code<BITS>(codes + at.y, element_at(KEYS, slot, at.z)));
+        before[j] = code, x[j] = at.x ? 2 * (int)code + 1 - (1 << at.x) : 0;
+    }
+    add_and_subtract(x, lane);
+#pragma unroll
+    for (int j = 0; j < CHANNELS; ++j)
+        x[j] *= 1 << (most[first + lane + 32 * j] - further[first + lane + 32 * j]);
+    add_and_subtract(x, lane);
+#pragma unroll
+    for (int j = 0; j < CHANNELS; ++j) {
+        const int3 at = place(j);
+        const int raised = most[first + lane + 32 * j], width = at.x;
+        if (!width || !raised) continue;
+        const int cell = (x[j] + (KEY_ROTATION << (width + raised))) >> (log_of(KEY_ROTATION) + raised + 1);
+        const u32 code = min(max(cell, 0), (1 << width) - 1);
+        if (code != before[j])
+            KVLAB_FOR_WIDTH(width, write_code<BITS>(codes + at.y, element_at(KEYS, slot, at.z), code));
+    }
+}
+
+// Raises the shifts of a head, and has its pages hold the keys of then; all threads. `rises` is that of
+// rotary pair `pair`, if there is one.
+__device__ __noinline__ void raise_shifts(const LayerState& s, int bh, int pair, int rises) {
+    constexpr int HALF = HEAD_DIM / 2, TOGETHER = KEY_ROTATION > 32 ? 64 : 32;
+    __shared__ u8 orders[HEAD_DIM], further[HEAD_DIM], most[HEAD_DIM];  // by channel; by place, of a rotation
+    const u64 of_bh = (u64)bh * HEAD_DIM;
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    if (pair >= 0 && pair < HALF) {
+        orders[pair] = orders[pair + HALF] = (u8)rises;
+        s.k_shift[of_bh + pair] += rises, s.k_shift[of_bh + pair + HALF] += rises;
+    }
+    __syncthreads();  // orders are there
+    if (thread < HEAD_DIM) further[thread] = orders[s.k_order[of_bh + thread]];
+    __syncthreads();  // those of places are there
+    if (thread < HEAD_DIM) {
+        int largest = 0;
+        for (int i = 0; i < KEY_ROTATION; ++i)
+            largest = max(largest, (int)further[thread / KEY_ROTATION * KEY_ROTATION + i]);
+        most[thread] = (u8)largest;
+    }
+    __syncthreads();  // the largest are there
+    const int slots = s.num_pages[bh] * PAGE;
+#pragma unroll 1
+    for (int i = warp; i < slots; i += blockDim.x / 32) {
+        const u64 at = (u64)bh * s.entries + i / PAGE;
+        const int slot = i % PAGE, profile = s.rungs[s.rung[at]].bits_k;
+        if (s.index[at] == NO_PAGE || slot >= s.count[at] || profile == 16) continue;
+#pragma unroll 1
+        for (int first = 0; first < HEAD_DIM; first += TOGETHER) {
+            const bool changes = most[first + lane] || most[first + TOGETHER - 32 + lane];
+            if (__any_sync(ALL_LANES, changes))
+                refit_codes(s.arena + (u64)s.index[at] * UNIT, profile, slot, first, further, most, lane);
+        }
+    }
+    __syncthreads();  // pages and shifts are there
+}
+#endif
