@@ -78,8 +78,8 @@ GUESS = {2: np.float32(0.07), 4: np.float32(0.052), 8: np.float32(0.036)}
 """What the square of a block's largest element counts, by width, where the search for a step begins."""
 FIRST, FIRST_DECODED = np.float32(2.5), np.float32(1.77)
 """How often the square of the first block counts at least, in place of all, and where elements come from
-codes: where it is far larger than the others, as that of the first key of a text, on which attention rests, it
-would be clipped."""
+codes: where it is far larger than the others, as that of the first key of a text, on which attention rests,
+it would be clipped."""
 MORE_CHANNELS = {64: np.float32(1), 128: np.float32(0.82), 192: np.float32(0.73), 256: np.float32(0.68)}
 """By head_dim, what `GUESS` is multiplied by: of more elements the largest says less."""
 WEIGHTS = np.array([8, 2, 1, 1])
