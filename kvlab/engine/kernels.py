@@ -110,7 +110,7 @@ def prepare_token(
         If a pointer or stride lacks, or the device has too few multiprocessors.
     """
     call = _call(kernel, pointers, kv_strides, multiprocessors)
-    call["most_under_way"] = kernel.most_under_way(memory_bandwidth(device) / multiprocessors)
+    call["most_under_way"] = kernel.most_under_way(memory_bandwidth(device), multiprocessors)
     entry = _load("token", kernel.macros(), device, of_hopper=True)
     return PreparedLaunch(
         entry, (multiprocessors,), (kernel.threads,), call, kernel.shared_bytes, cooperative=True

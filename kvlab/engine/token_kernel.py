@@ -21,6 +21,8 @@ _SMALL_SLOT = 8  # KiB, from which on a slot's barriers cost little beside its p
 _SMALL_SHARE = 0.75  # of a ring of smaller slots, which counts: 6 KiB took pythia-160m longer than 8 and 12
 _MIN_SLOT = 4  # KiB: of smaller ones a block waits for barriers, .16 us each, and not for memory
 _UNDER_WAY_SECONDS = 2e-6  # with 1.2 an H100 took 3 % longer for pythia-2.8b, with the whole ring 7 %
+_SHORT_UNDER_WAY_SECONDS = 1.4e-6  # where phases are short: 3 to 6 % faster on an H100, 2 % slower elsewhere
+_SHORT_PHASE = 256  # KiB of a product for a block, up to which waits count and copies delay them
 _WHOLE_RING = 192  # KiB of slots, from which on more gain nothing
 _OUTPUTS = ("out", "o", "down")  # products whose columns are split
 _SPLIT = 16  # KiB that memory brings a block while sums of twice as many splits are added up
@@ -161,25 +163,31 @@ class TokenKernel:
         most = min(_MAX_SLOTS, (SHARED_LIMIT - self._fixed_bytes()) // (1024 * size))
         return most // 4 * 4 if most >= 4 else most
 
-    def most_under_way(self, bandwidth: float) -> int:
+    def most_under_way(self, bandwidth: float, multiprocessors: int) -> int:
         """Slots of the ring whose copies are under way at a time.
 
         So many bytes as memory brings in twice the time that it takes for one: fewer would leave it idle,
-        and behind more of them everything else waits.
+        and behind more of them everything else waits. Where phases are short, and so mostly waits, fewer.
 
         Parameters
         ----------
         bandwidth : float
-            Bytes a second of a multiprocessor's share of the memory.
+            Bytes a second of the device's memory.
+        multiprocessors : int
+            Of the device.
 
         Examples
         --------
         >>> from kvlab.engine.geometry import published
         >>> kernel = TokenKernel.fitting(published("pythia-2.8b")[0], 1, False, 132)
-        >>> kernel.slots, kernel.slot_blocks, kernel.most_under_way(3.35e12 / 132)
+        >>> kernel.slots, kernel.slot_blocks, kernel.most_under_way(3.35e12, 132)
         (20, 10, 4)
         """
-        wanted = int(bandwidth * _UNDER_WAY_SECONDS) // (1024 * self.slot_blocks)
+        layer = 2 * sum(rows * columns for rows, columns in self.geometry.products().values())
+        products = self.phases - 1  # all but attention
+        is_short = layer <= 1024 * _SHORT_PHASE * products * multiprocessors
+        seconds = _SHORT_UNDER_WAY_SECONDS if is_short else _UNDER_WAY_SECONDS
+        wanted = int(bandwidth / multiprocessors * seconds) // (1024 * self.slot_blocks)
         return min(max(wanted, 2), self.slots)
 
     @property

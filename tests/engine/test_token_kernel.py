@@ -94,6 +94,17 @@ def test_splits_are_those_that_were_fastest(name: str, splits: dict[int, int]) -
     assert of == splits
 
 
+@pytest.mark.parametrize(
+    ("name", "batch", "slots"),
+    [("pythia-410m", 1, 2), ("pythia-410m", 8, 2), ("qwen3-0.6b", 1, 2), ("llama-3.2-1b", 1, 2),
+     ("pythia-1b", 1, 3), ("pythia-1.4b", 1, 3), ("pythia-6.9b", 1, 3), ("pythia-2.8b", 1, 4)],
+)  # fmt: skip
+def test_slots_under_way_are_those_that_were_fastest(name: str, batch: int, slots: int) -> None:
+    """On an H100: docs/performance/engine.md."""
+    kernel = TokenKernel.fitting(published(name)[0], batch, False, CTAS)
+    assert kernel.most_under_way(3.35e12, CTAS) == slots
+
+
 @pytest.mark.parametrize("splits", [1, 2, 4])
 @pytest.mark.parametrize("ctas", [4, 12, 132])
 def test_each_byte_of_the_weights_is_copied_once_to_the_block_that_needs_it(splits: int, ctas: int) -> None:
