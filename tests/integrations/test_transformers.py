@@ -579,14 +579,14 @@ def test_a_refused_crop_leaves_the_cache_as_it_was(name: str, refusal: str, atte
 def test_a_step_that_failed_between_two_layers_is_remembered(llama: Any, monkeypatch: Any) -> None:
     cache = KVLabCache(llama.config, **EXACT)
     llama(tokens(1, 9), past_key_values=cache)
-    step = MixedPrecisionCache.step
+    step = MixedPrecisionCache.step_heads_first
 
     def fail(self: Any, layer: int, *arguments: Any, **options: Any) -> Any:
         if layer == 1:
             raise KeyboardInterrupt
         return step(self, layer, *arguments, **options)
 
-    monkeypatch.setattr(MixedPrecisionCache, "step", fail)
+    monkeypatch.setattr(MixedPrecisionCache, "step_heads_first", fail)
     with pytest.raises(KeyboardInterrupt):
         llama(tokens(1, 3), past_key_values=cache)
     monkeypatch.undo()
