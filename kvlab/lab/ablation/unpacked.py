@@ -62,7 +62,10 @@ def unpack_pages(pages: LayerPages) -> LayerPages:
 
 
 def page_nbytes(pages: LayerPages) -> int:
-    """Bytes of the live pages of a layer, of their entries in the page table, and of its key frame."""
+    """Bytes that attention reads: the live pages of a layer, their entries in the page table, its key frame.
+
+    A cache has more where keys are in blocks: what its frames follow, a ratio of 2 bytes a rotary pair.
+    """
     live = _live(pages)
     sizes = np.array([layout.nbytes + PAGE_TABLE_BYTES for layout in pages.layouts])
     in_blocks = any(layout.in_blocks for layout in pages.layouts)
