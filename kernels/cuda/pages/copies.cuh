@@ -3,8 +3,10 @@
 
 #include "pages/state.cuh"
 
-__device__ __forceinline__ void copy_page(u8* to, const u8* from, u32 units) {
-    constexpr int AT_ONCE = 8;
+// Copies a page to one place and, if there is a second, to that, too; one warp. AT_ONCE: units that a lane
+// holds.
+template <int AT_ONCE = 8>
+__device__ __forceinline__ void copy_page(u8* to, const u8* from, u32 units, u8* second = nullptr) {
     static_assert(UNIT == sizeof(uint4), "a unit a lane");
     for (u32 first = threadIdx.x % 32; first < units; first += 32 * AT_ONCE) {
         uint4 x[AT_ONCE];
@@ -14,6 +16,10 @@ __device__ __forceinline__ void copy_page(u8* to, const u8* from, u32 units) {
 #pragma unroll
         for (int j = 0; j < AT_ONCE; ++j)
             if (first + 32 * j < units) __stcs((uint4*)to + first + 32 * j, x[j]);
+        if (!second) continue;
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j)
+            if (first + 32 * j < units) __stcs((uint4*)second + first + 32 * j, x[j]);
     }
 }
 

@@ -260,24 +260,6 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS, 1) take_rows(const _
     }
 }
 
-// Copies a page to one place and, if there is a second, to that, too; one warp.
-__device__ __forceinline__ void copy_to_both(u8* to, u8* second, const u8* from, u32 units) {
-    constexpr int AT_ONCE = 7;  // as many as 64 registers hold
-    for (u32 first = threadIdx.x % 32; first < units; first += 32 * AT_ONCE) {
-        uint4 x[AT_ONCE];
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; ++j)
-            if (first + 32 * j < units) x[j] = __ldcs((const uint4*)from + first + 32 * j);
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; ++j)
-            if (first + 32 * j < units) __stcs((uint4*)to + first + 32 * j, x[j]);
-        if (!second) continue;
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; ++j)
-            if (first + 32 * j < units) __stcs((uint4*)second + first + 32 * j, x[j]);
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS) move_kept(const __grid_constant__ Rows call) {
     copy_listed<THREADS>(call.to[blockIdx.y].arena, call.copies + (u64)blockIdx.y * call.capacity,
                          call.num_copies[blockIdx.y]);
@@ -310,7 +292,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) gather_pages(const __gr
             const u64 here = __shfl_sync(ALL_LANES, to, page), there = __shfl_sync(ALL_LANES, from, page);
             const u32 again = __shfl_sync(ALL_LANES, second, page);
             u8* const twice = again == NO_PAGE ? nullptr : s.arena + (u64)again * UNIT;
-            copy_to_both(s.arena + here * UNIT, twice, sources + there * UNIT, record);
+            // 64 registers hold 7 units.
+            copy_page<7>(s.arena + here * UNIT, sources + there * UNIT, record, twice);
         }
     }
 }
