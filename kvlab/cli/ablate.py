@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvlab.cli.options import Json, emit_json, size
+from kvlab.cli.options import (
+    HeadDim,
+    Json,
+    NumHeads,
+    NumKvHeads,
+    NumLayers,
+    NumSamples,
+    Output,
+    emit_json,
+    size,
+)
 
 if TYPE_CHECKING:
     from kvlab.lab.ablation.grid import AblationCase
@@ -33,26 +42,17 @@ def command(
     device: Annotated[
         str, typer.Option(help="Where the model reads and attention is timed: cpu, cuda or cuda:0.")
     ] = "cpu",
-    num_samples: Annotated[
-        int, typer.Option(min=0, help="Windows of text to score; 0: enough for 8,192 scored tokens.")
-    ] = 0,
-    num_layers: Annotated[
-        int | None,
-        typer.Option(help="Layers; with the next three options keys and values are synthetic."),
-    ] = None,
-    num_heads: Annotated[int | None, typer.Option(help="Query heads.")] = None,
-    num_kv_heads: Annotated[
-        int | None, typer.Option(help="KV heads; default: as many as query heads.")
-    ] = None,
-    head_dim: Annotated[int | None, typer.Option(help="Channels of a head.")] = None,
+    num_samples: NumSamples = 0,
+    num_layers: NumLayers = None,
+    num_heads: NumHeads = None,
+    num_kv_heads: NumKvHeads = None,
+    head_dim: HeadDim = None,
     seed: Annotated[int, typer.Option(help="Of synthetic data.")] = 0,
     tasks: Annotated[
         str, typer.Option(help="Only quality, by tasks (above), beside opponents of about the same bytes.")
     ] = "",
     as_json: Json = False,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Also write the result to this file as JSON.")
-    ] = None,
+    output: Output = None,
 ) -> None:
     """Measure one configuration of a packed cache.
 

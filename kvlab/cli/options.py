@@ -10,7 +10,22 @@ import typer
 
 from kvlab.sizes import parse_size
 
-__all__ = ["Device", "Json", "MinVram", "Output", "Release", "Target", "Verbose", "emit_json", "size"]
+__all__ = [
+    "Device",
+    "HeadDim",
+    "Json",
+    "MinVram",
+    "NumHeads",
+    "NumKvHeads",
+    "NumLayers",
+    "NumSamples",
+    "Output",
+    "Release",
+    "Target",
+    "Verbose",
+    "emit_json",
+    "size",
+]
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Output = Annotated[
@@ -23,6 +38,15 @@ MinVram = Annotated[
     float, typer.Option("--min-vram", metavar="GiB", help="Use a GPU only if it has this much memory.")
 ]
 Release = Annotated[bool, typer.Option("--release", help="All cases, as before a release; takes longer.")]
+NumSamples = Annotated[
+    int, typer.Option(min=0, help="Windows of text to score; 0: enough for 8,192 scored tokens.")
+]
+NumLayers = Annotated[
+    int | None, typer.Option(help="Layers; with the next three options keys and values are synthetic.")
+]
+NumHeads = Annotated[int | None, typer.Option(help="Query heads.")]
+NumKvHeads = Annotated[int | None, typer.Option(help="KV heads; default: as many as query heads.")]
+HeadDim = Annotated[int | None, typer.Option(help="Channels of a head.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Show every column and every case.")]
 
 

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvlab.cli.options import Json, Output, emit_json
+from kvlab.cli.options import (
+    HeadDim,
+    Json,
+    NumHeads,
+    NumKvHeads,
+    NumLayers,
+    NumSamples,
+    Output,
+    emit_json,
+)
 
 if TYPE_CHECKING:
     from kvlab.lab.ablation.grid import AblationCase
@@ -42,18 +51,11 @@ def plan(
     ] = "512 1K 2K 4K 8K",
     packing: Annotated[str, typer.Option(help="true, false or both.")] = "true false",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    num_samples: Annotated[
-        int, typer.Option(min=0, help="Windows of text to score; 0: enough for 8,192 scored tokens.")
-    ] = 0,
-    num_layers: Annotated[
-        int | None,
-        typer.Option(help="Layers; with the next three options keys and values are synthetic."),
-    ] = None,
-    num_heads: Annotated[int | None, typer.Option(help="Query heads.")] = None,
-    num_kv_heads: Annotated[
-        int | None, typer.Option(help="KV heads; default: as many as query heads.")
-    ] = None,
-    head_dim: Annotated[int | None, typer.Option(help="Channels of a head.")] = None,
+    num_samples: NumSamples = 0,
+    num_layers: NumLayers = None,
+    num_heads: NumHeads = None,
+    num_kv_heads: NumKvHeads = None,
+    head_dim: HeadDim = None,
     as_json: Json = False,
     output: Output = None,
 ) -> None:
