@@ -15,9 +15,9 @@ longer (docs/performance/quality.md). Scaling ordinary channels, too, brought no
 frame.
 
 Channels may become large later than the first tokens. Where keys are kept in blocks, a row knows how much
-larger keys of each pair are than queries lately (`follow_ratios`). Before a plan the shift of a pair that has
-become large rises (`further_shift`), and stored keys are encoded again, from their codes
-(`kvlab.reference.blocks.refit_codes`).
+larger keys of each pair are than queries lately (`kvlab.reference.blocks.follow_ratios`). An append of few
+tokens, and a prefill behind others, look: the shift of a pair that has become large rises (`further_shift`),
+and stored keys are encoded again, from their codes (`refit_codes` there).
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ __all__ = [
     "awaiting",
     "check_frames",
     "exponent_of",
-    "follow_ratios",
     "further_shift",
     "key_gain",
     "key_mean",
@@ -78,7 +77,7 @@ MOST_SHIFT = 14
 FITTED_TO = 16
 """The newest tokens of a prefill that frames are fitted to."""
 MOST_RATIO, JUMP, LEAST_GROWN = 16 << 8, 7 << 8, 800
-"""Of `follow_ratios`, and from which difference on a pair has become large: 9 times."""
+"""Two bounds of `kvlab.reference.blocks.follow_ratios`; from which difference on a pair is large: 9 times."""
 MOST_FURTHER = 10
 """By how much a shift rises at a time."""
 BLOCKS = 4
@@ -250,40 +249,6 @@ def key_shift(
         large = (ratio >= np.where(has_queries, LEAST, LEAST_ALONE)) & (ratio < np.inf)
     orders = np.frexp(2 * np.where(large, ratio, 1))[1] - 1  # half of them, to the nearest
     return np.tile(np.where(large, np.minimum(orders >> 1, MOST_SHIFT), 0), 2).astype(np.uint8)
-
-
-def follow_ratios(
-    ratios: NDArray[np.int16], q: NDArray[Any], k: NDArray[Any], mean: NDArray[np.float32]
-) -> None:
-    """Let ratios (Hkv, D / 2) follow new queries (m, Hq, D), and keys (m, Hkv, D) less their mean (Hkv, D).
-
-    A ratio is a running mean, an eighth of it the newest token, of how much larger the keys of a rotary pair
-    are than its queries: binary orders in 256ths, between powers of 2 on a straight line, at most 16 orders.
-    Where a KV head has several query heads, a token 7 orders above the mean counts alone: so far off no sum
-    of queries is by chance. A token whose keys or queries are 0 or not finite there counts nothing.
-
-    Examples
-    --------
-    >>> ratios = np.zeros((1, 2), np.int16)
-    >>> follow_ratios(ratios, np.ones((1, 1, 4)), np.full((1, 1, 4), 4.0), np.zeros((1, 4), np.float32))
-    >>> ratios
-    array([[64, 64]], dtype=int16)
-    """
-    heads, head_dim = mean.shape
-    half = head_dim // 2
-    queries = np.abs(q.astype(np.float32)).reshape(len(q), heads, q.shape[1] // heads, head_dim)
-    with np.errstate(invalid="ignore", over="ignore"):
-        keys = np.abs(k.astype(np.float32) - mean)
-        for of_queries, of_key in zip(queries, keys, strict=True):
-            size, asked = of_key[:, :half] + of_key[:, half:], np.zeros((heads, half), np.float32)
-            for i in range(of_queries.shape[1]):
-                asked += of_queries[:, i, :half]
-                asked += of_queries[:, i, half:]
-            counts = (size > 0) & (size < np.inf) & (asked > 0) & (asked < np.inf)
-            now = (size.view(np.int32) >> 15) - (asked.view(np.int32) >> 15)
-            change = np.clip(now, -MOST_RATIO, MOST_RATIO) - ratios
-            change = np.where((change >= JUMP) & (of_queries.shape[1] > 1), change, change >> 3)
-            ratios += np.where(counts, change, 0).astype(np.int16)
 
 
 def further_shift(ratios: NDArray[np.int16], shift: NDArray[np.uint8]) -> NDArray[np.uint8]:

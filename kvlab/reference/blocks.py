@@ -82,6 +82,8 @@ codes: where it is far larger than the others, as that of the first key of a tex
 it would be clipped."""
 MORE_CHANNELS = {64: np.float32(1), 128: np.float32(0.82), 192: np.float32(0.73), 256: np.float32(0.68)}
 """By head_dim, what `GUESS` is multiplied by: of more elements the largest says less."""
+MOST_RATIO, JUMP = 16 << 8, 7 << 8
+"""Of `follow_ratios`: 16 and 7 binary orders, in 256ths."""
 WEIGHTS = np.array([8, 2, 1, 1])
 """What an error in each block counts."""
 _TOP = 17  # the exponent of a vector that has been halved
@@ -335,3 +337,37 @@ def refit_codes(
         cells = np.floor(halves / 2) + (1 << (width - 1))
         found[:, own] = np.clip(cells, 0, (1 << width) - 1)
     return found
+
+
+def follow_ratios(
+    ratios: NDArray[np.int16], q: NDArray[Any], k: NDArray[Any], mean: NDArray[np.float32]
+) -> None:
+    """Let ratios (Hkv, D / 2) follow new queries (m, Hq, D), and keys (m, Hkv, D) less their mean (Hkv, D).
+
+    A ratio is a running mean, an eighth of it the newest token, of how much larger the keys of a rotary pair
+    are than its queries: binary orders in 256ths, between powers of 2 on a straight line, at most 16 orders.
+    Where a KV head has several query heads, a token 7 orders above the mean counts alone: so far off no sum
+    of queries is by chance. A token whose keys or queries are 0 or not finite there counts nothing.
+
+    Examples
+    --------
+    >>> ratios = np.zeros((1, 2), np.int16)
+    >>> follow_ratios(ratios, np.ones((1, 1, 4)), np.full((1, 1, 4), 4.0), np.zeros((1, 4), np.float32))
+    >>> ratios
+    array([[64, 64]], dtype=int16)
+    """
+    heads, head_dim = mean.shape
+    half = head_dim // 2
+    queries = np.abs(q.astype(np.float32)).reshape(len(q), heads, q.shape[1] // heads, head_dim)
+    with np.errstate(invalid="ignore", over="ignore"):
+        keys = np.abs(k.astype(np.float32) - mean)
+        for of_queries, of_key in zip(queries, keys, strict=True):
+            size, asked = of_key[:, :half] + of_key[:, half:], np.zeros((heads, half), np.float32)
+            for i in range(of_queries.shape[1]):
+                asked += of_queries[:, i, :half]
+                asked += of_queries[:, i, half:]
+            counts = (size > 0) & (size < np.inf) & (asked > 0) & (asked < np.inf)
+            now = (size.view(np.int32) >> 15) - (asked.view(np.int32) >> 15)
+            change = np.clip(now, -MOST_RATIO, MOST_RATIO) - ratios
+            change = np.where((change >= JUMP) & (of_queries.shape[1] > 1), change, change >> 3)
+            ratios += np.where(counts, change, 0).astype(np.int16)

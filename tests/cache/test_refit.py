@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.ops.cpu.refit import fit_frames
-from kvlab.ops.frame import LEAST_GROWN, MOST_SHIFT, add_queries, follow_ratios, further_shift, key_shift
-from kvlab.reference.blocks import BLOCKS, refit_codes
+from kvlab.ops.frame import LEAST_GROWN, MOST_SHIFT, add_queries, further_shift, key_shift
+from kvlab.reference.blocks import BLOCKS, follow_ratios, refit_codes
 from tests.strategies import SEEDS
 
 LADDER = ("k4220v2", "k4422v2", "k8422v3", "k8444v4", 8)

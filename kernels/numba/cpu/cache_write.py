@@ -186,7 +186,7 @@ def append_tokens(tables, formats, frames, new, valid):
 
 @serial
 def follow_ratios(ratios, q, k, mean, valid, most, jump):
-    """Let ratios of keys and queries follow new tokens: `follow_ratios` of kvlab/ops/frame.py.
+    """Let ratios of keys and queries follow new tokens: `follow_ratios` of kvlab/reference/blocks.py.
 
     ratios int16 (batch, heads, head_dim / 2); q float32 (batch, tokens, query heads, head_dim); k the same of
     KV heads; mean float32 (batch, heads, head_dim); valid bool (batch, tokens).

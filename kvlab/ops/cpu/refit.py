@@ -22,7 +22,8 @@ def fit_frames(layer: HostLayer, q: Any, k: Any, valid: NDArray[np.bool_]) -> No
     """Fit frames of a layer to queries and keys (batch, num_new, heads, head_dim), before these are stored.
 
     `k` is rounded to the cache's dtype. `valid` (batch, num_new): those that count. See
-    `kvlab.ops.frame.follow_ratios` and `further_shift`. Rows that wait for their frame have no ratios yet.
+    `kvlab.reference.blocks.follow_ratios` and `kvlab.ops.frame.further_shift`. Rows that wait for their frame
+    have no ratios yet.
     """
     from kvlab.numba_kernels.cpu import cache_write
 
