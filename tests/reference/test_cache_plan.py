@@ -72,24 +72,24 @@ def test_with_ample_bytes_no_plan_is_compact(name: str, n: int, heads: int) -> N
     assert not change.compact
 
 
-def test_sinks_and_recent_tokens_stay_at_the_top() -> None:
-    layer = empty_layer("2348", 1, 1, 80, 40 * 1112 + 3 * 4184 + 100, 100)
+def levels_of(budget: int, seqlen: int, slabs: int) -> dict[tuple[int, int], tuple[int, int]]:
+    """Rungs of so many alike tokens in one call, of which the first 4 and the last 8 received nothing."""
+    layer = empty_layer("2348", 1, 1, 80, budget, slabs)
     simulation = Simulation(layer, "2348")
-    codes = np.full((1, 640), 200, np.uint8)
+    codes = np.full((1, seqlen), 200, np.uint8)
     codes[0, :4] = codes[0, -8:] = 0
-    simulation.change(Tokens(codes, np.ones((1, 640), bool), 0))
-    found = simulation.levels()
+    simulation.change(Tokens(codes, np.ones((1, seqlen), bool), 0))
+    return simulation.levels()
+
+
+def test_sinks_and_recent_tokens_stay_at_the_top() -> None:
+    found = levels_of(40 * 1112 + 3 * 4184 + 100, 640, 100)
     assert {found[0, position][0] for position in [*range(4), *range(632, 640)]} == {3}
     assert min(r for r, _ in found.values()) < 2
 
 
 def test_of_the_newest_at_most_one_in_16_outweighs_others() -> None:
-    layer = empty_layer("2348", 1, 1, 80, 3 * 1112 + 2 * 4184 + 100, 100)
-    simulation = Simulation(layer, "2348")
-    codes = np.full((1, 64), 200, np.uint8)
-    codes[0, :4] = codes[0, -8:] = 0
-    simulation.change(Tokens(codes, np.ones((1, 64), bool), 0))
-    found = simulation.levels()
+    found = levels_of(3 * 1112 + 2 * 4184 + 100, 64, 100)
     assert {found[0, position][0] for position in [*range(4), *range(60, 64)]} == {3}
     assert {found[0, position][0] for position in range(56, 60)} == {0}
 
