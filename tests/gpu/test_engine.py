@@ -478,7 +478,7 @@ def test_replayed_tokens_have_the_bits_of_launched_ones(name: str, bits: Bits) -
         decoder(geometry, "cuda", batch=2, **{**BUDGET, "bits": bits}) for _ in range(2)
     )  # fmt: skip
     executor: Any = launched._executor
-    executor._replay = executor._step
+    executor._replay_on_torch = executor._step
     for one in (replayed, launched):
         one.prefill(rows)
     for i in range(100):
