@@ -101,7 +101,7 @@ def decode(weights: Callable[[], Weights], kind: str, batch: int, tokens: int, s
     )  # fmt: skip
     executor, cache = decoder._executor, decoder.cache
     assert cache is not None
-    with executor._current():
+    with executor._current(), executor._torch_current():
         shape = batch, tokens, geometry.heads_kv, geometry.head_dim
         for layer in range(geometry.layers):
             cache.append(layer, *torch.randn(2, *shape, dtype=torch.bfloat16, device="cuda"))

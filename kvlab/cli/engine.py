@@ -78,7 +78,9 @@ def check(
 @group.command("random-check")
 def random_check(
     model: Model = "pythia-14m",
-    runs: Annotated[int, typer.Option(min=1, help="Random models.")] = 100,
+    runs: Annotated[
+        int, typer.Option(min=1, help="Random models; of the folder of a model, random texts.")
+    ] = 100,
     seq_len: SeqLen = 16,
     dtype: Dtype = "float16",
     seed: Seed = 0,
@@ -87,6 +89,8 @@ def random_check(
     output: Output = None,
 ) -> None:
     """Compare the first layer of many random models with float64. Exit code 1 if it fails.
+
+    Of the folder of a model it is the layer that the model has, with many random texts.
 
     Errors are mean absolute ones over the mean size of the layer's output. It passes if the largest is below
     0.01 and the average up to 1.1 times that of transformers with the same weights in 16 bits.
@@ -99,7 +103,8 @@ def random_check(
     found = compare(model, runs=runs, seq_len=seq_len, dtype=dtype, seed=seed, device=device)
     emit_json(found, as_json=as_json, output=output)
     if not as_json:
-        print_table([found], f"{runs} random layers, {dtype}, {seq_len} tokens, engine on {device}")
+        what = "random layers" if found["random weights"] else "texts through the first layer"
+        print_table([found], f"{runs} {what}, {dtype}, {seq_len} tokens, engine on {device}")
     raise typer.Exit(0 if found["passes"] else 1)
 
 

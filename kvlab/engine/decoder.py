@@ -6,6 +6,7 @@ an executor's: `kvlab.engine.cpu` computes in Numba and NumPy, `kvlab.engine.gpu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from kvlab.arguments import check_device, check_names, choice, whole_number
 from kvlab.cache.cache import MixedPrecisionCache
+from kvlab.cache.options import parse_budget
 from kvlab.engine.cpu import CpuExecutor
 from kvlab.engine.geometry import Geometry
 from kvlab.engine.gpu import PLANS, GpuExecutor
@@ -22,6 +24,7 @@ from kvlab.engine.gpu_packed import PackedGpuExecutor
 from kvlab.engine.ids import is_flat, on_host, rows_of
 from kvlab.engine.sampling import Sampling
 from kvlab.engine.weights import Weights, from_model, from_seed, load_model
+from kvlab.errors import BudgetError
 
 __all__ = ["Decoder"]
 
@@ -76,7 +79,7 @@ class Decoder:
     ValueError, TypeError
         If an argument is none of those, or options of a cache are given without a budget.
     BudgetError
-        If the budget does not hold an empty cache.
+        If the budget does not hold `max_seqlen` tokens of every row.
     NotImplementedError
         On a GPU of another compute capability, or with a budget and a head_dim that packed caches do not take
         there.
@@ -132,7 +135,7 @@ class Decoder:
             return
         if cache_budget is None:
             cache_options = {"bits": 16}
-        with _named("budget=", "cache_budget="):
+        with self._named(cache_budget):
             self.cache = MixedPrecisionCache(
                 geometry.layers, geometry.heads_q, geometry.heads_kv, geometry.head_dim,
                 batch=self.batch, budget=cache_budget, max_seqlen=self.max_seqlen,
@@ -420,12 +423,25 @@ class Decoder:
                 "larger max_seqlen, or call reset"
             )
 
-
-@contextmanager
-def _named(theirs: str, ours: str) -> Iterator[None]:
-    """Let errors about an argument that is passed on have the name that the caller used."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        error.args = (str(error).replace(theirs, ours, 1), *error.args[1:])
-        raise
+    @contextmanager
+    def _named(self, cache_budget: float | int | str | None) -> Iterator[None]:
+        """Let errors of the cache name what a decoder's user can change."""
+        try:
+            yield
+        except (TypeError, ValueError) as error:
+            longest = getattr(error, "longest_length", None)
+            if not isinstance(error, BudgetError) or error.needed_bytes is None or longest is None:
+                error.args = (str(error).replace("budget=", "cache_budget=", 1), *error.args[1:])
+                raise
+            geometry, needed = self.geometry, error.needed_bytes
+            tokens = geometry.layers * self.batch * self.max_seqlen
+            share = math.ceil(1e3 * needed / (tokens * 4 * geometry.heads_kv * geometry.head_dim)) / 1e3
+            shorter = (
+                f", or take max_seqlen={longest}" if longest and parse_budget(cache_budget).nbytes else ""
+            )
+            raise BudgetError(
+                f"cache_budget={cache_budget!r}: batch={self.batch} rows of max_seqlen={self.max_seqlen} "
+                f"tokens need {needed} bytes even at the lowest widths, {share} of what 16 bits take. Raise "
+                f"cache_budget to that, add a lower width to bits (0 evicts){shorter}",
+                needed_bytes=needed, longest_length=longest,
+            ) from None  # fmt: skip

@@ -70,7 +70,8 @@ def test_random_layers_are_checked() -> None:
     found = run("random-check", "--model", "pythia-14m", "--runs", "3", "--seq-len", "9", "--json")
     assert found.exit_code == 0, found.output
     values = json.loads(found.stdout)
-    assert 0 < values["minimum"] <= values["average"] <= values["maximum"] < 0.01
+    assert values["random weights"]
+    assert 0 < values["minimum"] < values["average"] < values["maximum"] < 0.01
 
 
 @pytest.fixture
@@ -86,6 +87,13 @@ def folder(tmp_path: Any) -> Any:
     PreTrainedTokenizerFast(tokenizer_object=plain).save_pretrained(tmp_path)
     family("llama").save_pretrained(tmp_path)
     return tmp_path
+
+
+def test_the_layer_of_a_folder_is_not_called_random(folder: Any) -> None:
+    found = run("random-check", "--model", str(folder), "--runs", "3", "--seq-len", "9")
+    assert found.exit_code == 0, found.output
+    assert "3 texts through the first layer" in found.stdout
+    assert "random layers" not in found.stdout
 
 
 def greedy(*ids: int) -> list[int]:

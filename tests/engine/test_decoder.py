@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -262,6 +263,25 @@ def test_weights_of_a_seed() -> None:
 def test_what_is_refused(call: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("options", [{"max_seqlen": 100}, {"max_seqlen": 40, "batch": 3}])
+@pytest.mark.parametrize("budget", [0.1, "20%", "2bpe", "7KiB"])
+def test_a_budget_that_is_too_small_says_what_would_do(budget: Any, options: dict[str, int]) -> None:
+    with pytest.raises(BudgetError, match=r"^cache_budget=.*Raise cache_budget") as refused:
+        small(cache_budget=budget, bits=(4, 8), **options)
+    said = str(refused.value)
+    assert "plan_length" not in said
+    share = re.search(r"bytes even at the lowest widths, ([\d.]+) of what 16 bits take", said)
+    assert share
+    small(cache_budget=float(share[1]), bits=(4, 8), **options)
+    small(cache_budget=f"{refused.value.needed_bytes}B", bits=(4, 8), **options)
+    with pytest.raises(BudgetError):
+        small(cache_budget=float(share[1]) - 0.002, bits=(4, 8), **options)
+    shorter = re.search(r"max_seqlen=(\d+)$", said)
+    assert bool(shorter) == (budget == "7KiB")
+    if shorter:
+        small(cache_budget=budget, bits=(4, 8), **{**options, "max_seqlen": int(shorter[1])})
 
 
 def test_other_models_are_refused_by_name() -> None:
