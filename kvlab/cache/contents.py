@@ -42,7 +42,7 @@ def contents_of(cache: DeviceCache) -> tuple[list[dict[str, Any]], Arrays]:
     cache.flush(cache.executor.stream(cache.like))
     for number in range(len(cache.layers)):
         counters = (x[number] for x in (cache.lengths, cache.since, cache.lookahead, cache.dropped))
-        states.append(dict(zip(_COUNTERS, counters, strict=True)) | {"tidy": cache.reallocator.tidy})
+        states.append(dict(zip(_COUNTERS, counters, strict=True)) | {"tidy": cache.reallocator.without_holes})
         tables = {name: store.executor.to_host(table[number]) for name, table in store.tables.items()}
         live, named = np.arange(store.entries) < tables["num_pages"][..., None], named_pages(tables)
         arena = store.executor.to_host(store.arenas[number]).reshape(-1, UNIT)
@@ -103,7 +103,7 @@ def fill(cache: DeviceCache, states: list[dict[str, Any]], arrays: Arrays) -> No
         cache.waiting.set(number, waits, np.where(waits, held, 0), length)
     if arrays:
         raise FormatError(f"unknown entries {sorted(arrays)[:3]}")
-    cache.reallocator.restart(tidy=all(bool(state["tidy"]) for state in states))
+    cache.reallocator.restart(without_holes=all(bool(state["tidy"]) for state in states))
 
 
 def _laid_out(

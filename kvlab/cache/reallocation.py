@@ -62,7 +62,7 @@ class Reallocator:
         Launches for the store.
     ladders : list of Ladder
         The levels of each layer.
-    tidy : bool
+    without_holes : bool
         Whether no page but the last of its kind has holes, as plans leave it.
     """
 
@@ -83,7 +83,7 @@ class Reallocator:
         most = max(QUAD * store.heads * ladder.cost[-1] for ladder in self.ladders)
         new_pages, dropped = self._crop_bounds(shape, QUAD * TOKENS_PER_PAGE, most)
         self._decode: Workspace = self.kernels.make_workspace(shape, len(self.ladders), new_pages, dropped)
-        self.restart(tidy=True)
+        self.restart(without_holes=True)
 
     def copy(self) -> Reallocator:
         """Return one with the same rules, for a store with the same tables: see `DeviceStore.copy`."""
@@ -94,7 +94,7 @@ class Reallocator:
             other._decode = other.kernels.make_workspace(
                 kept.shape, len(self.ladders), kept.most_new_pages, kept.most_dropped
             )
-        other.restart(tidy=self.tidy)
+        other.restart(without_holes=self.without_holes)
         return other
 
     @property
@@ -110,9 +110,9 @@ class Reallocator:
             store.batch, store.heads, store.entries, store.num_rungs, evicts, segments, new_tokens
         )
 
-    def restart(self, *, tidy: bool) -> None:
+    def restart(self, *, without_holes: bool) -> None:
         """Say that the store's tables are others: whether the pages in them have no holes."""
-        self.tidy = tidy
+        self.without_holes = without_holes
         self._row_budgets: RowBudgets = ()
         self._pending: list[PendingWrite] = []
         self._write_workspace: tuple[tuple[int, bool], Workspace] | None = None  # for the layers of one step
@@ -160,9 +160,9 @@ class Reallocator:
             for layer, lookahead in enumerate(lookaheads, first):
                 self._plan_again(layer, tight, stream, None, lookahead)
         else:  # where any page may have holes, any tokens may have to move
-            workspace = self._decode if self.tidy else self.tight_workspace(n)
+            workspace = self._decode if self.without_holes else self.tight_workspace(n)
             self._plan(first, n, workspace, stream, None, lookaheads[0])
-        self.tidy = self.tidy or n == len(self.ladders)
+        self.without_holes = self.without_holes or n == len(self.ladders)
 
     def tight_workspace(self, layers: int = 1) -> Workspace:
         """Take memory for plans of so many layers in which all their pages may change."""
@@ -178,7 +178,7 @@ class Reallocator:
         both = zip(self._row_budgets or (), row_budgets or (), strict=False)
         fallen = max((max(before - after, 0) for before, after in both), default=0)
         new_pages = dropped = shape.batch * shape.heads * shape.entries
-        if self.tidy:
+        if self.without_holes:
             left_windows = LOOKAHEAD if any(layer.sliding_window for layer in self.store.layers) else 0
             new_pages, dropped = self._crop_bounds(shape, cropped + left_windows, fallen)
         workspace = self._workspace(layers, new_pages, dropped)
@@ -187,7 +187,7 @@ class Reallocator:
         if fallen:
             self.store.tables["status"][...] &= ~RETRY
         self._plan(0, layers, workspace, stream, None, lookahead, cropped=True)
-        self.tidy = True
+        self.without_holes = True
         if fallen:  # all demotions at once may take more memory than there is
             for layer in np.flatnonzero(self.store.executor.to_host(self.store.tables["status"]) & RETRY):
                 self._plan_again(int(layer), workspace, stream, None, lookahead)

@@ -254,7 +254,7 @@ class DeviceCache:
         """See to open pages for a step; false where bytes are too few, so that a plan takes its tokens in.
 
         Layers that stand alike are planned together. Where pages may have holes all layers are planned in any
-        case: only together do they become tidy.
+        case: only together do they lose their holes.
         """
         if self.lookahead[layer] >= num_new:
             return True
@@ -262,7 +262,7 @@ class DeviceCache:
         opens = self.opens_pages(layer, num_new, row_budgets)
         if opens:
             alike = len(set(zip(self.lengths, self.lookahead, strict=True))) == 1
-            whole = alike or not self.reallocator.tidy
+            whole = alike or not self.reallocator.without_holes
             self._plan(0 if whole else layer, len(self.layers) if whole else 1, num_new, row_budgets)
         return opens
 
@@ -409,7 +409,7 @@ class DeviceCache:
         except BaseException:
             vars(self).update(old)
             raise
-        self.reallocator.restart(tidy=old["reallocator"].tidy)
+        self.reallocator.restart(without_holes=old["reallocator"].without_holes)
         self.waiting.take_rows(old["waiting"], rows)
 
     def _without_room_to_wait(self, row_budgets_of: RowBudgetsOf) -> list[int]:
@@ -464,4 +464,4 @@ class DeviceCache:
         self.store.clear()
         self.waiting.clear()
         self.lengths, self.since, self.lookahead, self.dropped = ([0] * len(self.layers) for _ in range(4))
-        self.reallocator.restart(tidy=True)
+        self.reallocator.restart(without_holes=True)

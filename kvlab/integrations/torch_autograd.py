@@ -21,7 +21,7 @@ from torch.compiler import is_compiling
 
 from kvlab.arguments import flag
 from kvlab.ops import attention as forward
-from kvlab.ops import attention_backward as backward
+from kvlab.ops import attention_backward
 from kvlab.ops.attention_call import (
     EVERYWHERE,
     Call,
@@ -165,7 +165,7 @@ class _Calls:
         longest, options, deterministic = numbers
         self.numbers = numbers
         self.forward = forward.signature_of(longest), options, longest, 0
-        self.backward = backward.signature_of(longest), options, longest, int(deterministic)
+        self.backward = attention_backward.signature_of(longest), options, longest, int(deterministic)
         self.find, self.find_backward = (
             repeated_call(*x, None, False).find for x in (self.forward, self.backward)
         )
@@ -255,7 +255,7 @@ class _Recorded(torch.autograd.Function):
         if known is None:
             return *_gradients(ctx.calls.numbers, tensors), None, None, None, None, None
         call, addresses = known
-        dq, dk, dv = backward.compute(call, addresses, tensors)
+        dq, dk, dv = attention_backward.compute(call, addresses, tensors)
         return dq, dk, dv, None, None, None, None, None
 
 
@@ -270,7 +270,7 @@ def _gradients(numbers: Numbers, tensors: tuple[Any, ...]) -> Three:
         operator = _attention_backward if longest is None else _varlen_backward
         dq, dk, dv = operator(dout, q, k, v, *others, *(longest or ()), *options, deterministic)
     else:
-        dq, dk, dv = backward.differentiate(tensors, longest, options, int(deterministic))
+        dq, dk, dv = attention_backward.backward(tensors, longest, options, int(deterministic))
     return dq, dk, dv
 
 
@@ -301,7 +301,7 @@ def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Two) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, dout: torch.Tensor | None, _dlse: Any) -> tuple[Any, ...]:
+def _backward(ctx: Any, dout: torch.Tensor | None, _dlse: Any) -> tuple[Any, ...]:
     behind = [None] * (6 if ctx.numbers[0] is None else 10)  # numbers, and before them cu_seqlens
     if dout is None:
         return None, None, None, *behind
@@ -342,7 +342,7 @@ def _attend_backward(
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     options = causal, scale, left, right, softcap
-    dq, dk, dv = backward.differentiate((q, k, v, dout, out, lse), None, options, int(deterministic))
+    dq, dk, dv = attention_backward.backward((q, k, v, dout, out, lse), None, options, int(deterministic))
     return dq, dk, dv
 
 
@@ -364,7 +364,7 @@ def _backward_shapes(dout: torch.Tensor, *inputs: Any) -> Three:
     return dq, dk, dv
 
 
-_attention.register_autograd(_differentiate, setup_context=_set_up)
+_attention.register_autograd(_backward, setup_context=_set_up)
 
 
 # ---- variable length
@@ -410,7 +410,7 @@ def _attend_varlen_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     options, longest = (causal, scale, left, right, softcap), (max_seqlen_q, max_seqlen_k)
     tensors = q, k, v, dout, out, lse, cu_seqlens_q, cu_seqlens_k
-    dq, dk, dv = backward.differentiate(tensors, longest, options, int(deterministic))
+    dq, dk, dv = attention_backward.backward(tensors, longest, options, int(deterministic))
     return dq, dk, dv
 
 
@@ -427,4 +427,4 @@ def _varlen_shapes(q: torch.Tensor, *_: Any) -> Two:
 
 
 _varlen_backward.register_fake(_backward_shapes)
-_varlen.register_autograd(_differentiate, setup_context=_set_up)
+_varlen.register_autograd(_backward, setup_context=_set_up)

@@ -38,7 +38,7 @@ from kvlab.ops.attention_call import (
 )
 from kvlab.registry import Implementation, note_backend, register
 
-__all__ = ["attention_backward", "attention_varlen_backward", "differentiate"]
+__all__ = ["attention_backward", "attention_varlen_backward", "backward"]
 
 _CPU = "kvlab.ops.cpu.attention_backward"
 
@@ -129,7 +129,7 @@ def attention_backward(
     """
     options = checked_options(causal, scale, window, softcap)
     extra = _extra(deterministic, float32_dk_dv, sm_margin)
-    gradients: tuple[ArrayT, ArrayT, ArrayT] = differentiate(
+    gradients: tuple[ArrayT, ArrayT, ArrayT] = backward(
         (q, k, v, dout, out, lse), None, options, extra, backend
     )
     return gradients
@@ -194,11 +194,11 @@ def attention_varlen_backward(
     options, longest = checked_options(causal, scale, window, softcap), longest_of(max_seqlen_q, max_seqlen_k)
     arrays = q, k, v, dout, out, lse, cu_seqlens_q, cu_seqlens_k
     extra = _extra(deterministic, float32_dk_dv, sm_margin)
-    gradients: tuple[ArrayT, ArrayT, ArrayT] = differentiate(arrays, longest, options, extra, backend)
+    gradients: tuple[ArrayT, ArrayT, ArrayT] = backward(arrays, longest, options, extra, backend)
     return gradients
 
 
-def differentiate(
+def backward(
     arrays: Sequence[Any],
     longest: tuple[int, int] | None,
     options: Options,
@@ -217,7 +217,7 @@ def signature_of(longest: tuple[int, int] | None) -> Signature:
 
 
 def compute(call: Call, addresses: Sequence[int], arrays: Sequence[Any]) -> Any:
-    """`differentiate`, of a call that is known."""
+    """`backward`, of a call that is known."""
     extra = call.extra
     if extra & FLOAT32_DK_DV and call.row.backend != "cuda" and call.dtype != "float32":
         raise NotImplementedError(

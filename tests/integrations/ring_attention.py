@@ -85,7 +85,7 @@ def check(name: str, actual: list[torch.Tensor], expected: list[np.ndarray]) -> 
             raise AssertionError(f"{name}: {part} is off by {error:.2g} of its largest element")
 
 
-def differentiate(
+def forward_and_backward(
     call: Callable[..., torch.Tensor], whole: list[np.ndarray], own: np.ndarray, axis: int, dtype: torch.dtype
 ) -> list[torch.Tensor]:
     """Return out, dq, dk and dv of one process, which holds the tokens `own`."""
@@ -103,7 +103,7 @@ def try_fixed(name: str, group: Any, rank: int, world: int) -> None:
     own = order(rank, world, tokens)
     for causal in masks:
         call = partial(function, causal=causal, group=group)
-        actual = differentiate(call, whole, own, 1, torch.bfloat16)
+        actual = forward_and_backward(call, whole, own, 1, torch.bfloat16)
         out = forward.attention(*whole[1:], causal=causal)
         expected = [x[:, own] for x in (out, *exact_gradients(*whole, causal=causal))]
         check(f"{name}, {world} processes, causal={causal}", actual, expected)
@@ -132,7 +132,7 @@ def try_llama3(group: Any, rank: int, world: int) -> None:
                 *x, *rest, heads_k_stride=1, local_k_slice=keys, causal=causal, group=group
             )
 
-        actual = differentiate(call, whole, own, 0, torch.float32)
+        actual = forward_and_backward(call, whole, own, 0, torch.float32)
         longest = int(np.diff(bounds).max())
         out = forward.attention_varlen(q, k, v, bounds, bounds, longest, longest, causal=causal)
         gradients = each_sequence(exact_gradients, dout, q, k, v, bounds, bounds, causal=causal)

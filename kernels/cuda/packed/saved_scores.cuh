@@ -20,12 +20,12 @@ struct SavedRows {
 
 __device__ __forceinline__ SavedRows saved_rows(const Call& call, const Sequence& s, int lane) {
     const int row = LANE_ROWS * (lane % 4), first = s.first_row + row - (call.rows - call.saved);
-    const int slot = lane / 4 * (KEEP_SCORES == 1 ? 8 : 2);
+    const int slot = lane / 4 * (SAVED_SCORE_BYTES == 1 ? 8 : 2);
     const u32 quad_bytes =
-        KEEP_SCORES == 1 ? (68u * call.saved + 15u) & ~15u : 64u * KEEP_SCORES * call.saved;
+        SAVED_SCORE_BYTES == 1 ? (68u * call.saved + 15u) & ~15u : 64u * SAVED_SCORE_BYTES * call.saved;
     u8* const quads = (u8*)call.scores + (u64)s.bh * (call.entries / 4) * quad_bytes;
     const u32 has = (row < s.rows && first >= 0) + 2 * (row + 1 < s.rows && first >= -1);
-    SavedRows r = {quads + (first * 64 + slot) * KEEP_SCORES, quad_bytes, has * (lane < 4 ? 5 : 1),
+    SavedRows r = {quads + (first * 64 + slot) * SAVED_SCORE_BYTES, quad_bytes, has * (lane < 4 ? 5 : 1),
                    (u32)(64 * call.saved + 4 * first - (first * 64 + slot))};
     // Or all is computed for every quad.
     asm volatile("" : "+l"(r.to), "+r"(r.quad_bytes), "+r"(r.has), "+r"(r.base));
@@ -71,7 +71,7 @@ __device__ __forceinline__ void save_scores(const SavedRows& rows, u32 column, c
 #pragma unroll
     for (int j = 0; j < LANE_ROWS; ++j) {
         const u32 saved = rows.has & 1 << j;
-        if (KEEP_SCORES == 1) {
+        if (SAVED_SCORE_BYTES == 1) {
             u32 codes[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) codes[i] = code_pair(pack_halves(s[2 * i][j], s[2 * i + 1][j]), top);

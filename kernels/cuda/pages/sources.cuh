@@ -103,11 +103,11 @@ __device__ __forceinline__ void ask_for_moves(const MoveList& list, int number, 
 }
 
 // Row, head and step of a new token.
-struct TokenPlace {
+struct TokenIndex {
     int batch, head, step;
 };
 
-__device__ __forceinline__ TokenPlace place_of(const NewTokens& new_tokens, const Move& move,
+__device__ __forceinline__ TokenIndex index_of(const NewTokens& new_tokens, const Move& move,
                                                const Shared& shared) {
     u32 batch = __umulhi(move.from, shared.per_head);  // or one less
     u32 head = move.from - batch * shared.heads;
@@ -116,7 +116,7 @@ __device__ __forceinline__ TokenPlace place_of(const NewTokens& new_tokens, cons
 }
 
 __device__ __forceinline__ const u16* new_vector(Side side, const NewTokens& new_tokens,
-                                                 const TokenPlace& at) {
+                                                 const TokenIndex& at) {
     return side == KEYS ? new_tokens.k + at.batch * new_tokens.k_batch + at.step * new_tokens.k_step +
                               at.head * new_tokens.k_head
                         : new_tokens.v + at.batch * new_tokens.v_batch + at.step * new_tokens.v_step +
@@ -157,7 +157,7 @@ __device__ __forceinline__ void describe_rows(Side side, const LayerState& s, co
 }
 
 // Which unit of 16 bytes a new token's vector begins at, counted from the first key or value.
-__device__ __forceinline__ int unit_of_vector(Side side, const NewTokens& new_tokens, const TokenPlace& at) {
+__device__ __forceinline__ int unit_of_vector(Side side, const NewTokens& new_tokens, const TokenIndex& at) {
     return side == KEYS
                ? at.batch * (int)(new_tokens.k_batch >> 3) + at.step * (int)(new_tokens.k_step >> 3) +
                      at.head * (int)(new_tokens.k_head >> 3)
@@ -174,7 +174,7 @@ __device__ __forceinline__ void ask_for_rows(Side side, const LayerState& s, con
     const Move move = (const Move&)page.moves[lane % PAGE];
     const bool fetched = move.from_rung != NO_MOVE && is_new(move) && shared.in_units;
     describe_rows(side, s, move, fetched, page, lane);
-    const int unit = unit_of_vector(side, new_tokens, place_of(new_tokens, move, shared));
+    const int unit = unit_of_vector(side, new_tokens, index_of(new_tokens, move, shared));
     // Lanes side by side have parts of one vector, so that few lines are touched at once.
     const int part = lane % LANES_OF_ROW, row = fetched ? row_of(move.to_slot) : NO_ROW;
     const uint4* const from = (const uint4*)(side == KEYS ? new_tokens.k : new_tokens.v) + part;
@@ -227,7 +227,7 @@ __device__ __forceinline__ void ask_for_importance(const NewTokens& new_tokens, 
     if (lane >= PAGE) return;
     const Move move = (const Move&)page.moves[lane];
     if (!is_new(move)) return;
-    const u32 step = place_of(new_tokens, move, shared).step;
+    const u32 step = index_of(new_tokens, move, shared).step;
     const u64 at = (u64)(new_tokens.importance + (u64)move.from * new_tokens.num_new + step);
     copy_word_async(page.importance_words + lane, (const void*)(at & ~3ull));
 }

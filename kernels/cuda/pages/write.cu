@@ -148,7 +148,7 @@ __device__ __forceinline__ void fill_rows(Side side, int kinds, const LayerState
             take_stored(side, from, move.from_slot, row, lane);
             if (lane == 0) page.steps[move.to_slot] = step;
         } else if (move.from_rung != NO_MOVE && !shared.in_units) {
-            const u16* vector = new_vector(side, new_tokens, place_of(new_tokens, move, shared));
+            const u16* vector = new_vector(side, new_tokens, index_of(new_tokens, move, shared));
 #pragma unroll 4
             for (int i = lane; i < HEAD_DIM; i += LANES) ((u16*)row)[i] = vector[i];
         }
@@ -329,7 +329,7 @@ __device__ __forceinline__ u32 tail_of(const LayerState& s, const NewTokens& new
     if (move.from_rung == NO_MOVE) return NO_TAIL;
     const u32 slot = (u32)move.to_slot << 24;
     if (is_new(move)) {
-        const u32 step = place_of(new_tokens, move, shared).step;
+        const u32 step = index_of(new_tokens, move, shared).step;
         const u64 at = (u64)new_tokens.importance + (u64)move.from * new_tokens.num_new + step;
         const u32 position =
             new_tokens.positions ? new_tokens.positions[move.token] : new_tokens.first + (int)step;

@@ -59,7 +59,7 @@ def _read_logs(lse, place, head, group, row, rows, logs):
 
 
 @helper
-def _probabilities(scores, slopes, keys, hidden, first, last, scale_log2, rate, softcap, logs, deltas):
+def _probabilities(scores, slopes, keys, hidden, first, last, scale_log2, rate, softcap, logs, dpsum):
     """Turn scores into probabilities, and slopes, which hold <dout, v>, into slopes."""
     if softcap > 0:
         cap(scores, keys, rate, softcap)
@@ -67,7 +67,7 @@ def _probabilities(scores, slopes, keys, hidden, first, last, scale_log2, rate, 
         apply_mask(scores, keys, first, last)
     bent = splat(_ONE / softcap if softcap > 0 else _ZERO)
     for lane in range(0, PANEL, LANES):
-        below, delta = splat(_ZERO) - load(logs, lane), load(deltas, lane)
+        below, delta = splat(_ZERO) - load(logs, lane), load(dpsum, lane)
         for j in range(keys):
             at = j * PANEL + lane
             score = load(scores, at)
@@ -80,11 +80,11 @@ def _probabilities(scores, slopes, keys, hidden, first, last, scale_log2, rate, 
 
 
 @helper
-def _find_deltas(dout, out, dtype, place, head, group, row, rows, line, other, deltas, delta):
-    """deltas (PANEL,) = <dout, out> of the rows, also written to delta; 0 beyond the last row."""
+def _find_dpsum(dout, out, dtype, place, head, group, row, rows, line, other, dpsum, kept):
+    """dpsum (PANEL,) = <dout, out> of the rows, also written to `kept`; 0 beyond the last row."""
     channels = dout[0].shape[3] + dout[1].shape[3]
     for lane in range(PANEL):
-        deltas[lane] = 0
+        dpsum[lane] = 0
         if row + lane < rows:
             position, own = place[1] + (row + lane) // group, head * group + (row + lane) % group
             load_values(
@@ -102,17 +102,17 @@ def _find_deltas(dout, out, dtype, place, head, group, row, rows, line, other, d
             total = 0.0
             for channel in range(channels):
                 total += np.float64(line[channel]) * np.float64(other[channel])
-            deltas[lane] = total
-            delta[place[0], own, position] = total
+            dpsum[lane] = total
+            kept[place[0], own, position] = total
 
 
 @helper
-def _read_deltas(delta, place, head, group, row, rows, deltas):
+def _read_dpsum(kept, place, head, group, row, rows, dpsum):
     for lane in range(PANEL):
-        deltas[lane] = 0
+        dpsum[lane] = 0
         if row + lane < rows:
             position, own = place[1] + (row + lane) // group, head * group + (row + lane) % group
-            deltas[lane] = delta[place[0], own, position]
+            dpsum[lane] = kept[place[0], own, position]
 
 
 @helper
@@ -179,7 +179,7 @@ def backward_queries(
     pitch = width + LANES
     keys_tile, values_tile = np.zeros((2, KEYS * pitch), np.float32)
     queries, above, totals = np.empty((3, PANELS, width * PANEL), np.float32)
-    logs, deltas = np.empty((2, PANELS, PANEL), np.float32)
+    logs, dpsum = np.empty((2, PANELS, PANEL), np.float32)
     scores, slopes = np.empty((2, KEYS * PANEL), np.float32)
     first, last = np.empty((2, PANEL), np.float32)
     line, other, rest = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(LANES, np.uint16)
@@ -194,7 +194,7 @@ def backward_queries(
             read_panel(q[0], q[1], dtype, place, head, group, row, rows, sign, line, queries[p])
             read_panel(dout[0], dout[1], dtype, place, head, group, row, rows, _ONE, line, above[p])
             _read_logs(lse, place, head, group, row, rows, logs[p])
-            _find_deltas(dout, out, dtype, place, head, group, row, rows, line, other, deltas[p], delta)
+            _find_dpsum(dout, out, dtype, place, head, group, row, rows, line, other, dpsum[p], delta)
             for i in range(width * PANEL):
                 totals[p, i] = 0
         behind = place[4] - place[2]
@@ -213,7 +213,7 @@ def backward_queries(
                 multiply(values_tile, pitch, 1, above[p], channels, CHUNK, slopes, padded, ones, True)
                 _probabilities(
                     scores, slopes, padded, hidden or padded < KEYS, first, last, scale_log2, rate, softcap,
-                    logs[p], deltas[p],
+                    logs[p], dpsum[p],
                 )  # fmt: skip
                 multiply(keys_tile, 1, pitch, slopes, padded, KEYS, totals[p], width, ones, False)
         for p in range(panels):
@@ -237,7 +237,7 @@ def backward_keys(
     queries, above = np.empty((2, width * PANEL), np.float32)
     query_squares, above_squares = np.zeros((2, blocks * _SQUARE), np.float32)
     scores, slopes = np.empty((2, KEYS * PANEL), np.float32)
-    logs, deltas, first, last = np.empty((4, PANEL), np.float32)
+    logs, dpsum, first, last = np.empty((4, PANEL), np.float32)
     line, rest = np.empty(width, np.float32), np.empty(LANES, np.uint16)
     ones = np.ones(PANEL, np.float32)
     item = take_number(counter)
@@ -262,7 +262,7 @@ def backward_keys(
             _turn(queries, channels, query_squares)
             _turn(above, channels, above_squares)
             _read_logs(lse, place, head, group, row, rows, logs)
-            _read_deltas(delta, place, head, group, row, rows, deltas)
+            _read_dpsum(delta, place, head, group, row, rows, dpsum)
             for t in range(tiles):
                 key = begin + t * KEYS
                 padded = (min(KEYS, end - key) + 3) // 4 * 4
@@ -273,7 +273,7 @@ def backward_keys(
                 multiply(values_tiles[t], pitch, 1, above, channels, CHUNK, slopes, padded, ones, True)
                 _probabilities(
                     scores, slopes, padded, hidden or padded < KEYS, first, last, scale_log2, rate, softcap,
-                    logs, deltas,
+                    logs, dpsum,
                 )  # fmt: skip
                 _add_rows(scores, padded, above_squares, blocks, ones, values_totals[t])
                 _add_rows(slopes, padded, query_squares, blocks, ones, keys_totals[t])

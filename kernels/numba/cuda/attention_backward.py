@@ -1,10 +1,10 @@
 """Gradients of attention in Numba CUDA, for reading and for GPUs without the CUDA C++ kernels: in float32.
 
 Probabilities follow again from q, k and the log-sum-exp of a row, p = exp(score - lse), and their slopes are
-ds = p (dout v - delta), with delta = dout out of the row. Three kernels: `prepare` sums the deltas; one block
-of `attend_queries` sums dq = ds k of TILE rows over tiles of keys; one of `attend_keys` sums dk = ds q and
-dv = p dout of TILE keys over the query heads of a group and tiles of rows. Both of these compute ds for
-themselves, seven products where five would do. For that no block adds to what another sums: the same bits
+ds = p (dout v - delta), with delta = dout out of the row. Three kernels: `prepare` finds the deltas, `dpsum`;
+one block of `attend_queries` sums dq = ds k of TILE rows over tiles of keys; one of `attend_keys` sums dk =
+ds q and dv = p dout of TILE keys over the query heads of a group and tiles of rows. Both of these compute ds
+for themselves, seven products where five would do. For that no block adds to what another sums: the same bits
 come out every time.
 
     grid (blocks of rows or keys, KV heads, sequences), block LANES * TILE threads, as in cuda/attention.py:
@@ -44,7 +44,7 @@ float32, int64 = np.float32, np.int64
 def arguments(dtype, gradients):
     """Return the types of what the two main kernels take: q, k, v, dout and `gradients`, then the same."""
     element = types.CPointer(ELEMENTS[dtype])
-    rows = POINTER_F32, POINTER_F32, types.int64, types.int64, types.int64, types.int64  # lse, deltas
+    rows = POINTER_F32, POINTER_F32, types.int64, types.int64, types.int64, types.int64  # lse, dpsum
     return (
         *((element, STRIDES) * (4 + gradients)),
         *rows, POINTER_I32, POINTER_I32, types.int64, *SHAPE, *SCORING,
@@ -69,10 +69,10 @@ def make_slope(head_dim):
 
 
 def prepare(dtype):
-    """Make the kernel of the deltas: a thread a row (position, head), 128 a block."""
+    """Make the kernel of `dpsum`: a thread a row (position, head), 128 a block."""
     load = load_element(dtype)
 
-    def kernel(dout, of_dout, out, of_out, deltas, batch_step, head_step, positions, heads, dim, count):
+    def kernel(dout, of_dout, out, of_out, dpsum, batch_step, head_step, positions, heads, dim, count):
         i = int64(cuda.blockIdx.x) * int64(cuda.blockDim.x) + int64(cuda.threadIdx.x)
         if i >= count:
             return
@@ -82,7 +82,7 @@ def prepare(dtype):
         total = float32(0)
         for channel in range(dim):
             total += load(dout, at + channel) * load(out, other + channel)
-        deltas[batch * batch_step + head * head_step + position] = total
+        dpsum[batch * batch_step + head * head_step + position] = total
 
     element = types.CPointer(ELEMENTS[dtype])
     return kernel, (element, STRIDES, element, STRIDES, POINTER_F32, *(types.int64,) * 6), (128, 1)
@@ -95,7 +95,7 @@ def attend_queries(head_dim, dtype, tile):
     store = store_element(dtype)
 
     def kernel(
-        q, of_q, k, of_k, v, of_v, dout, of_dout, dq, of_dq, lse, deltas, lse_batch, lse_head,
+        q, of_q, k, of_k, v, of_v, dout, of_dout, dq, of_dq, lse, dpsum, lse_batch, lse_head,
         delta_batch, delta_head, cu_q, cu_k, ragged,
         seqlen_q, seqlen_k, group, dim, left, right, scale, softcap,
     ):  # fmt: skip
@@ -117,7 +117,7 @@ def attend_queries(head_dim, dtype, tile):
         row_lse, delta = float32(0), float32(0)
         if row < rows:
             row_lse = lse[batch * lse_batch + own_head * lse_head + position]
-            delta = deltas[batch * delta_batch + own_head * delta_head + position]
+            delta = dpsum[batch * delta_batch + own_head * delta_head + position]
         sums, part = cuda.local.array(own, float32), cuda.local.array(own, float32)
         for i in range(own):
             sums[i] = float32(0)
@@ -157,7 +157,7 @@ def attend_keys(head_dim, dtype, tile):
     store = store_element(dtype)
 
     def kernel(
-        q, of_q, k, of_k, v, of_v, dout, of_dout, dk, of_dk, dv, of_dv, lse, deltas, lse_batch, lse_head,
+        q, of_q, k, of_k, v, of_v, dout, of_dout, dk, of_dk, dv, of_dv, lse, dpsum, lse_batch, lse_head,
         delta_batch, delta_head, cu_q, cu_k, ragged,
         seqlen_q, seqlen_k, group, dim, left, right, scale, softcap,
     ):  # fmt: skip
@@ -195,7 +195,7 @@ def attend_keys(head_dim, dtype, tile):
                     at = start_q + row // group
                     own_head = head * group + row % group
                     row_lse = lse[batch * lse_batch + own_head * lse_head + at]
-                    delta = deltas[batch * delta_batch + own_head * delta_head + at]
+                    delta = dpsum[batch * delta_batch + own_head * delta_head + at]
                     weights[n, r], slopes[n, r] = slope(
                         queries, above, r, keys, values, n, row_lse, delta, scale, softcap
                     )

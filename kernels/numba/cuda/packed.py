@@ -5,7 +5,7 @@ of the group). A *quad* is four pages of the list, of one rung: up to 64 tokens.
 are its *parts*: part i of n takes the quads i, i + n, ... of the list, so that every part sees the same
 mixture of widths, however the table is sorted.
 
-    grid (row blocks * shares of a sequence, KV heads, batch), block 2 warps. A quad takes these steps:
+    grid (row blocks * splits of a sequence, KV heads, batch), block 2 warps. A quad takes these steps:
       scores    K q. Lane 4 g + u adds up its 4 columns of every block of channels for its tokens, slots
                 2 g and 2 g + 1 of the pages, two pages at a time: sums[4 tokens][rows] in registers
       softmax   through shared memory, lane 4 g + b gets the whole scores of slots 2 g and 2 g + 1 of page b,
@@ -132,7 +132,7 @@ def attend_pages(
 
     def kernel(
         memory, pools, unit, bits_k, bits_v, rung, count, index, num_pages, k_mean, k_shift, q, q_batch,
-        q_position, q_head, partial, scores, shares, quads, query_rows, group, keep, scale, cap,
+        q_position, q_head, partial, scores, num_splits, quads, query_rows, group, keep, scale, cap,
         base, first, left, exponent, k_order, k_gain,
     ):  # fmt: skip
         exchange = cuda.shared.array(all_exchange, float32, alignment=ALIGNED)
@@ -152,17 +152,17 @@ def attend_pages(
             all_pages, int32
         )  # [warp][page]: the last quad in which a row sees its tokens
         result_at = cuda.shared.array(WARPS, int64)
-        lowest = cuda.shared.array(rows, int64)  # position that a row sees
+        first_visible = cuda.shared.array(rows, int64)  # position that a row sees
         thread = cuda.threadIdx.x
         warp, lane = thread >> 5, thread & 31
         g, u = lane >> 2, lane & 3
         own, own_weights = warp * exchange_floats, warp * weights_floats
         own_pairs, own_units, own_pages = warp * pair_words, warp * 4 * rows, uint32(4 * warp)
         mine = own + lane * score_stride  # [8 tokens][rows]
-        row_block = int64(uint32(cuda.blockIdx.x) // uint32(shares))
-        share = cuda.blockIdx.x - row_block * shares
+        row_block = int64(uint32(cuda.blockIdx.x) // uint32(num_splits))
+        split = cuda.blockIdx.x - row_block * num_splits
         head_kv, batch = cuda.blockIdx.y, cuda.blockIdx.z
-        pair = batch * cuda.gridDim.y + head_kv
+        bh = batch * cuda.gridDim.y + head_kv
         first_row = row_block * rows
         row = warp
         while row < rows:
@@ -171,26 +171,26 @@ def attend_pages(
             head = head_kv * group + int64(at) - position * group
             source = batch * q_batch + position * q_position + head * q_head
             bring_row(
-                q, source, k_mean, k_shift, int64(pair) * head_dim, scale, row, lane, raw_queries,
+                q, source, k_mean, k_shift, int64(bh) * head_dim, scale, row, lane, raw_queries,
                 query_pairs, sums_of_h, exchange, own, terms, exponent, k_order, k_gain,
             )  # fmt: skip
             if window and lane == 0:
-                lowest[row] = int64(first[batch]) + int64(position) - left
+                first_visible[row] = int64(first[batch]) + int64(position) - left
             row += WARPS
         if thread < MAX_RUNGS:
             pool_at[thread] = pools[thread]
         if thread < all_pages:
             seen[thread] = -1
-        part, parts = int32(share * WARPS + warp), int32(shares * WARPS)
+        part, parts = int32(split * WARPS + warp), int32(num_splits * WARPS)
         if lane == 0:
             raised[warp] = -1
-            sequence = int64(pair) * ((query_rows + rows - 1) // rows) + row_block
+            sequence = int64(bh) * ((query_rows + rows - 1) // rows) + row_block
             result_at[warp] = (sequence * parts + part) * rounds * rows
         cuda.syncthreads()  # all query rows, their terms and addresses are there
 
         first_kept = int32(first_row - (query_rows - keep))
-        first_quad = int32(pair * quads)
-        end = int32(first_quad + num_pages[pair] // 4)
+        first_quad = int32(bh * quads)
+        end = int32(first_quad + num_pages[bh] // 4)
         sums = cuda.local.array(sums_floats, float32)  # whole scores of two tokens
         out = cuda.local.array(out_floats, float32)
         row_max = cuda.local.array(rows, float32)
@@ -226,7 +226,7 @@ def attend_pages(
                         pair_of_positions = memory[at + positions + g]
                     for t in range(2):
                         position = position_of(base[entry + u], pair_of_positions, t)
-                        if 2 * g + t < count_of(counts, u) and position >= lowest[0]:
+                        if 2 * g + t < count_of(counts, u) and position >= first_visible[0]:
                             seen[own_pages + uint32(u)] = quad
                     cuda.syncwarp()  # which pages have a token that a row sees is known
                     for page in range(4):
@@ -289,7 +289,8 @@ def attend_pages(
                         factor *= power_of_two(-field_shift(width_k, t))
                     unused = slot >= tokens_here
                     if whole_scores(
-                        exchange, start, t, factor, terms, coded, cap, unused, position, lowest, row_max, sums
+                        exchange, start, t, factor, terms, coded, cap, unused, position, first_visible,
+                        row_max, sums,
                     ):  # fmt: skip
                         raised[warp] = quad
                 if kept:

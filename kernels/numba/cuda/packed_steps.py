@@ -27,12 +27,14 @@ def make_whole_scores(rows, score_stride, softcap, window):
     """Make the device function that adds up the columns of two slots and turns the sums into scores.
 
     Those of coded keys are multiplied by `factor` and the unit of the query. A row sees positions from
-    lowest[row] on. The result says whether a score exceeds the running maximum of its row by more than
+    first_visible[row] on. The result says whether a score exceeds the running maximum of its row by more than
     `HEADROOM`.
     """
 
     @device
-    def whole_scores(exchange, start, t, factor, terms, coded, cap, unused, position, lowest, row_max, sums):
+    def whole_scores(
+        exchange, start, t, factor, terms, coded, cap, unused, position, first_visible, row_max, sums
+    ):
         rises = False
         for row in range(rows):
             s = float32(0)
@@ -42,7 +44,7 @@ def make_whole_scores(rows, score_stride, softcap, window):
                 s = s * (factor * terms[rows + row]) + terms[row]
             if softcap:
                 s = cap * float32(math.tanh(s / cap))
-            if unused or (window and position < lowest[row]):
+            if unused or (window and position < first_visible[row]):
                 s = float32(-math.inf)
             rises = rises or s > row_max[row] + HEADROOM
             sums[t * rows + row] = s

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvlab.arrays import like_first, to_numpy_view
 from kvlab.ops.cpu.attention import Views, attend_places, bounds_of, worth_sharing
 from kvlab.ops.cpu.attention import attend as attend_one
-from kvlab.ops.cpu.attention_backward import attend_backward as differentiate_one
+from kvlab.ops.cpu.attention_backward import attend_backward as backward_of_one
 
 if TYPE_CHECKING:
     from kvlab.ops.grouped import GroupedArrays, GroupedCall
@@ -123,7 +123,7 @@ def attend_backward(
     sums = [np.zeros((call.sizes["total_k"], call.sizes["Hk"], call.sizes["D"]), np.float32) for _ in "kv"]
     for g, (q, dout, out, lse) in enumerate(zip(arrays.q_groups, *results[:3], strict=True)):
         sequences = _sequences_of(call, cu_q[g], cu_k, lens[g])
-        dq, *of_keys = differentiate_one(
+        dq, *of_keys = backward_of_one(
             dout, q, arrays.k, arrays.v, out, lse, sequences, call.scores, deterministic=True
         )
         dq_groups.append(dq)

@@ -173,7 +173,7 @@ def attend_backward(call: Call, addresses: Sequence[int]) -> tuple[Any, Any, Any
 
     `addresses` are those of q, k, v, dout, out and lse and, if lengths are variable, of cu_seqlens.
     """
-    return _prepare(call, HOPPER).differentiate(addresses)
+    return _prepare(call, HOPPER).backward(addresses)
 
 
 class _Prepared:
@@ -256,7 +256,7 @@ class _Prepared:
         places = [*places_of(argument, self._maps.begins), *places_of(of_call, words)]
         self._launches = PreparedLaunches(launches, places)
 
-    def differentiate(self, addresses: Sequence[int]) -> tuple[Any, Any, Any]:
+    def backward(self, addresses: Sequence[int]) -> tuple[Any, Any, Any]:
         """Return new gradients; `addresses` as in `attend_backward`."""
         (dq, dk, dv, _workspace), (dq_at, dk_at, dv_at, start) = self._new()
         lse_log2, dpsum, dq_accum, dq_semaphore = self._offsets

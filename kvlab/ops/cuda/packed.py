@@ -180,7 +180,7 @@ def _plan(
     warps = warps or (12 if capability[0] == 9 and not raw and not crowded else 8)
     macros: dict[str, int | str] = {
         "HEAD_DIM": head_dim, "BF16": int(dtype == "bfloat16"), "WIDTHS_K": widths[0], "WIDTHS_V": widths[1],
-        "WARPS": warps, "SOFTCAP": int(softcap), "WINDOW": int(windowed), "KEEP_SCORES": saved,
+        "WARPS": warps, "SOFTCAP": int(softcap), "WINDOW": int(windowed), "SAVED_SCORE_BYTES": saved,
         "INT8_MMA": int8_mma,
     } | ({"PROFILES": profiles} if profiles else {})  # fmt: skip
     kernel = cuda_kernel("packed/packed_attention", None, tuple(macros.items()), device)

@@ -62,20 +62,20 @@ def attend_backward(
     views = {name: cuda_view(x, name) for name, x in inputs.items()}
     of_lse = cuda_view(lse, "lse")
     grads = [empty(views[name].shape, views["q"].dtype, q) for name in ("q", "k", "v")]
-    deltas = empty(of_lse.shape, "float32", q)
-    of_deltas = cuda_view(deltas, "deltas")
+    dpsum = empty(of_lse.shape, "float32", q)
+    of_dpsum = cuda_view(dpsum, "dpsum")
     device, dtype = views["q"].device, views["q"].dtype
     count = int(np.prod(of_lse.shape))
     prepare = numba_kernel("attention_backward", "prepare", (("dtype", dtype),), device)
     arguments = _tensors([(name, views[name]) for name in ("dout", "out")])
     heads, positions = of_lse.shape[-2:]
-    arguments += [*_of_rows(of_deltas), *map(np.int64, (positions, heads, views["q"].shape[-1], count))]
+    arguments += [*_of_rows(of_dpsum), *map(np.int64, (positions, heads, views["q"].shape[-1], count))]
     launch(prepare, -(-count // _PREPARE_THREADS), (_PREPARE_THREADS,), arguments, q)
 
     four = [(name, views[name]) for name in ("q", "k", "v", "dout")]
     places, grid, options = _call(four, sequences, scores, BACKWARD_TILES)
     tile = dict(options)["tile"]
-    rows = [of_lse.pointer, of_deltas.pointer, *_of_rows(of_lse)[1:], *_of_rows(of_deltas)[1:]]
+    rows = [of_lse.pointer, of_dpsum.pointer, *_of_rows(of_lse)[1:], *_of_rows(of_dpsum)[1:]]
     for side, entry, names in ((0, "attend_queries", ("dq",)), (1, "attend_keys", ("dk", "dv"))):
         kernel = numba_kernel("attention_backward", entry, options, device)
         results = [(name, cuda_view(x, name)) for name, x in zip(names, grads[side:], strict=False)]
