@@ -587,3 +587,5 @@ def test_bad_arrays_name_themselves():
         cache.crop(1)
     with pytest.raises(ValueError, match="row 3"):
         cache.select(np.array([3]))
+    with pytest.raises(TypeError, match="k is on cpu, the cache is on cuda: pass arrays on that GPU"):
+        make(device="cuda").append(0, k, v)
