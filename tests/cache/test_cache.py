@@ -588,4 +588,4 @@ def test_bad_arrays_name_themselves():
     with pytest.raises(ValueError, match="row 3"):
         cache.select(np.array([3]))
     with pytest.raises(TypeError, match="k is on cpu, the cache is on cuda: pass arrays on that GPU"):
-        make(device="cuda").append(0, k, v)
+        MixedPrecisionCache(1, 2, 2, 64, device="cuda").append(0, *np.ones((2, 1, 3, 2, 64), np.float16))
