@@ -287,7 +287,7 @@ class MixedPrecisionCache(Runner):
         limit.check(length, self.batch)
         with translated_out_of_memory(f"{self.batch} rows of {length} tokens"):
             self._device.allow_rewind(n, partial(limit.row_budgets, batch=self.batch))
-        self._limit, self.rewind = limit, n
+        self._limit, self.rewind, self._fitting = limit, n, (0, 0)
 
     def reset(self) -> None:
         """Forget everything."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvlab.arguments import LONGEST, number, whole_number
-from kvlab.arrays import Array, ArrayT, CudaView
+from kvlab.arrays import Array, ArrayT, CudaView, device_of
 from kvlab.cache import prefill
 from kvlab.cache.contents import contents_of, fill
 from kvlab.cache.cpu import CPU
@@ -425,7 +425,7 @@ class Runner(CacheOptions):
 
         Returns the device's side, views of the arrays and the address of `valid`, or 0.
         """
-        views = [self._executor.view(x, name) for name, x in arrays.items()]
+        views = self._views(arrays)
         layout = self.batch, *[view[1:] for view in views]
         device = self._device
         if layout not in self._accepted or not self._met:
@@ -439,6 +439,19 @@ class Runner(CacheOptions):
         if "k" in arrays and device.lookahead[layer] < num_new:
             self._reserve(device.lengths[layer] + num_new)
         return device, views, mask
+
+    def _views(self, arrays: dict[str, Any]) -> list[CudaView]:
+        try:
+            return [self._executor.view(x, name) for name, x in arrays.items()]
+        except TypeError:
+            for name, x in arrays.items() if self.on_gpu else ():
+                device = device_of(x, name)
+                if device.kind != "cuda":
+                    raise TypeError(
+                        f"{name} is on {device}, the cache is on {self.device}: pass arrays on that GPU, or "
+                        "make the cache with device='cpu'"
+                    ) from None
+            raise
 
     def _check(self, arrays: dict[str, Any], views: list[CudaView]) -> DeviceCache:
         """Refuse arrays that no step can take; return the device's side, made at the first call."""

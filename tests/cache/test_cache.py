@@ -587,3 +587,5 @@ def test_bad_arrays_name_themselves():
         cache.crop(1)
     with pytest.raises(ValueError, match="row 3"):
         cache.select(np.array([3]))
+    with pytest.raises(TypeError, match="k is on cpu, the cache is on cuda: pass arrays on that GPU"):
+        MixedPrecisionCache(1, 2, 2, 64, device="cuda").append(0, *np.ones((2, 1, 3, 2, 64), np.float16))

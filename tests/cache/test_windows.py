@@ -176,6 +176,22 @@ def test_a_rewind_that_does_not_fit_changes_nothing() -> None:
     np.testing.assert_array_equal(*(feed(x, tokens, [50], 150) for x in (cache, other)))
 
 
+def test_after_a_rewind_a_length_is_checked_again_though_a_step_of_it_failed() -> None:
+    def fail(_: Any, observed: Any, *__: Any) -> Any:
+        if cache.rewind == 0:
+            raise ZeroDivisionError
+        return observed
+
+    tokens = draw(np.random.default_rng(8), 300)
+    cache = make(sliding_window=32, budget=18_000, bits=(2, 4, 8), importance=fail)
+    with pytest.raises(ZeroDivisionError):
+        feed(cache, tokens, [300])
+    cache.allow_rewind(200)
+    with pytest.raises(BudgetError, match="longest length that fits"):
+        feed(cache, tokens, [300])
+    assert cache.seqlen == 0
+
+
 # ---- rows, files, padding
 
 

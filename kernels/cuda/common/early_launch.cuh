@@ -1,6 +1,6 @@
 // A kernel whose blocks may be on the device before the launch before it has ended.
 //
-// `PreparedLaunch(..., early=True)` of kvlab/jit/build.py launches one; launched in any other way it runs as
+// `PreparedLaunch(..., early=True)` of kvlab/jit/launch.py launches one; launched in any other way it runs as
 // ever.
 #pragma once
 
