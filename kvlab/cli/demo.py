@@ -212,6 +212,7 @@ def _show(console: Console, result: Comparison, rows: list[Row]) -> None:
         f"{result.cache_dtype}, the full-precision cache is float32 as the model",
         "change": "of the perplexity; below 0.5 % it is noise",
         "KL": "mean divergence of the predictions from those of full precision, ± standard error",
+        "last quarter": "KL of the last quarter of these tokens, where the cache is fullest",
         "top-1": "how often the most probable token is the same",
         "tok/s": f"the whole model, {protocol['chunk']} tokens of a window at once, beside other processes",
     }

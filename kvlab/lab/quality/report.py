@@ -47,8 +47,9 @@ class Row:
         As in `Score`.
     perplexity, change : float
         Of the text, and its relative change against full precision.
-    kl, kl_error, agreement : float
-        Mean divergence and its standard error; fraction of tokens with the same best prediction.
+    kl, kl_error, kl_last_quarter, agreement : float
+        Mean divergence and its standard error, and that of the last quarter of the scored tokens, where a
+        cache is fullest; fraction of tokens with the same best prediction.
     widths : str
         Share of pages at each width.
     windows : int
@@ -65,6 +66,7 @@ class Row:
     change: float
     kl: float
     kl_error: float
+    kl_last_quarter: float
     agreement: float
     tokens_per_second: float
     widths: str
@@ -100,6 +102,7 @@ def _row(score: Score, exact: float, recorded: bool) -> Row:
         change=math.expm1(nll - exact),
         kl=kl,
         kl_error=error,
+        kl_last_quarter=mean_and_error([chunks[-max(1, len(chunks) // 4) :] for chunks in score.kl])[0],
         agreement=mean_and_error(score.agreement)[0],
         tokens_per_second=score.tokens_per_second,
         widths=" ".join(f"{width}:{fraction:.0%}" for width, fraction in score.widths.items()),
@@ -147,14 +150,15 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "ppl": lambda row: "" if row.recorded else f"{row.perplexity:.2f}",
     "change": lambda row: "" if row.kind == FULL_PRECISION else f"{row.change:+.2%}",
     "KL": lambda row: "" if row.kind == FULL_PRECISION else _with_error(row.kl, row.kl_error),
+    "last quarter": lambda row: "" if row.kind == FULL_PRECISION else _figures(row.kl_last_quarter),
     "top-1": lambda row: "" if row.kind == FULL_PRECISION else f"{row.agreement:.1%}",
     "tok/s": lambda row: "" if row.recorded else f"{row.tokens_per_second:.0f}",
     "pages at each width": lambda row: row.widths,
 }
 _LEFT = ("cache", "pages at each width")
-_FIRST_TO_GO = ("pages at each width", "budget", "tok/s", "top-1")
+_FIRST_TO_GO = ("pages at each width", "budget", "tok/s", "top-1", "last quarter")
 """Columns that a narrow terminal has no room for."""
-WIDE = 120
+WIDE = 160
 """Columns of a terminal in which the whole table fits."""
 
 
