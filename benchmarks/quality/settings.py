@@ -52,7 +52,10 @@ TEXTS, KEYS, TEXT = 20, 10, 1536
 WHOLE, CHUNK, BLOCK = 2047, 64, 32
 FRAMES_OF = 2000
 TASKS = ("single", "retrieval", "grow", "parts64")
-NOT_OPTIONS = set("name tasks text dense hqq scored first large begin constant frames rotary".split())
+NOT_OPTIONS = {
+    *("name", "tasks", "text", "dense", "hqq", "scored", "first", "large", "begin", "constant", "frames"),
+    "rotary",
+}
 HELD = {f"default {budget}": {"budget": budget, "plan_length": 1} for budget in (0.17, 0.2, 0.27, 0.3)}
 WIDTHS: dict[str, dict[str, Any]] = {
     f"one width {bits}": {"budget": None, "bits": [bits]} for bits in (2, 3, 4, "k3v2", "k4v2", "k4v3")
@@ -188,7 +191,8 @@ class Reader:
         elements = 2 * config.num_hidden_layers * config.num_key_value_heads * channels * rows * length
         nbytes = held_bytes(cache)
         if isinstance(cache, QuantizedCache):
-            nbytes -= sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) // 2
+            layers: list[Any] = cache.layers
+            nbytes -= sum(layer.keys.nbytes + layer.values.nbytes for layer in layers) // 2
         return 8 * nbytes / elements
 
     def changed(self, case: dict[str, Any]) -> AbstractContextManager[None]:
