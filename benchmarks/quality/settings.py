@@ -193,7 +193,7 @@ class Reader:
         if isinstance(cache, QuantizedCache):
             layers: list[Any] = cache.layers
             nbytes -= sum(layer.keys.nbytes + layer.values.nbytes for layer in layers) // 2
-        return 8 * nbytes / elements
+        return float(8 * nbytes / elements)
 
     def changed(self, case: dict[str, Any]) -> AbstractContextManager[None]:
         """Keys of the model with large channels or a constant, as a case has them."""

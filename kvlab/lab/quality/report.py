@@ -24,12 +24,14 @@ if TYPE_CHECKING:
 __all__ = [
     "Row",
     "draw",
+    "figures",
     "save_figure",
     "summarise",
     "to_csv",
     "to_markdown",
     "to_table",
     "verdicts",
+    "with_error",
 ]
 
 
@@ -125,7 +127,7 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
                 best = min(fitting, key=lambda other: other.kl)
                 compared.append(f"{_times(row.kl, best.kl)} {_name(best)}")
         if compared:
-            lines.append(f"{row.cache}: KL {_figures(row.kl)}, {', '.join(compared)}")
+            lines.append(f"{row.cache}: KL {figures(row.kl)}, {', '.join(compared)}")
     return lines
 
 
@@ -149,8 +151,8 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "bits": lambda row: f"{row.bits_per_element:.2f}",
     "ppl": lambda row: "" if row.recorded else f"{row.perplexity:.2f}",
     "change": lambda row: "" if row.kind == FULL_PRECISION else f"{row.change:+.2%}",
-    "KL": lambda row: "" if row.kind == FULL_PRECISION else _with_error(row.kl, row.kl_error),
-    "last quarter": lambda row: "" if row.kind == FULL_PRECISION else _figures(row.kl_last_quarter),
+    "KL": lambda row: "" if row.kind == FULL_PRECISION else with_error(row.kl, row.kl_error),
+    "last quarter": lambda row: "" if row.kind == FULL_PRECISION else figures(row.kl_last_quarter),
     "top-1": lambda row: "" if row.kind == FULL_PRECISION else f"{row.agreement:.1%}",
     "tok/s": lambda row: "" if row.recorded else f"{row.tokens_per_second:.0f}",
     "pages at each width": lambda row: row.widths,
@@ -166,12 +168,13 @@ def _name(row: Row) -> str:
     return row.cache + "*" * row.recorded
 
 
-def _figures(value: float) -> str:
+def figures(value: float) -> str:
     """Two significant digits without an exponent."""
     return f"{value:.{_decimals(value, 2)}f}"
 
 
-def _with_error(value: float, error: float) -> str:
+def with_error(value: float, error: float) -> str:
+    """A mean and its standard error with as many decimals as both need."""
     decimals = max(_decimals(value, 2), _decimals(error, 1))
     return f"{value:.{decimals}f} ± {error:.{decimals}f}"
 
