@@ -6,10 +6,12 @@ SmolLM2-135M reads 16 windows of the King James Bible, 20 texts with ten numbers
 tokens. A case (an entry of the list CASES.json, else of `CASES`) has a `name`, `tasks` (methods of `Reader`)
 and options of `KVLabCache`. It may also have
 
-- `"dense": true`: full precision
+- `"dense": true`: full precision; `hqq`: the quantised cache of transformers with so many bits, whose exact
+  tokens are counted as float16
 - `scored`: single tokens behind the prompt instead of 128; `first`: tokens of the first of two calls for it
 - `"rotary": false`: the cache does not know how RoPE turns keys
 - `frames`: a file of text; frames are measured from its first 2,000 tokens
+- `text`: "manual" or "code" (`kvlab.lab.quality.text.TEXTS`) instead of the Bible
 - `large`: factors of two rotary pairs of keys, from position `begin` on; `constant`: what two channels get
 
 Processes share the GPU, and each takes the next case until the time is over.
@@ -29,15 +31,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, QuantizedCache
+from transformers.utils.import_utils import is_hqq_available
 
 from kvlab.errors import BudgetError
 from kvlab.integrations.frames import measure_frames
 from kvlab.integrations.transformers import KVLabCache
-from kvlab.lab.quality.divergence import bits_per_element, token_divergence, unused_part
+from kvlab.lab.quality.divergence import token_divergence, unused_part
+from kvlab.lab.quality.measure import held_bytes
 from kvlab.lab.quality.model import load_smollm2
 from kvlab.lab.quality.prompts import many_keys
 from kvlab.lab.quality.stress import large_channels, shifted_keys
+from kvlab.lab.quality.text import TEXTS as SOURCES
 from kvlab.lab.quality.text import cut_windows
 from kvlab.lab.results import provenance
 from kvlab.ops.key_frames import KeyFrames
@@ -47,7 +52,10 @@ TEXTS, KEYS, TEXT = 20, 10, 1536
 WHOLE, CHUNK, BLOCK = 2047, 64, 32
 FRAMES_OF = 2000
 TASKS = ("single", "retrieval", "grow", "parts64")
-NOT_OPTIONS = {"name", "tasks", "dense", "scored", "first", "large", "begin", "constant", "frames", "rotary"}
+NOT_OPTIONS = {
+    *("name", "tasks", "text", "dense", "hqq", "scored", "first", "large", "begin", "constant", "frames"),
+    "rotary",
+}
 HELD = {f"default {budget}": {"budget": budget, "plan_length": 1} for budget in (0.17, 0.2, 0.27, 0.3)}
 WIDTHS: dict[str, dict[str, Any]] = {
     f"one width {bits}": {"budget": None, "bits": [bits]} for bits in (2, 3, 4, "k3v2", "k4v2", "k4v3")
@@ -66,6 +74,8 @@ RIVALS: dict[str, dict[str, Any]] = {
         for tokens in windows
     },
 }
+if is_hqq_available():
+    RIVALS |= {f"hqq {bits}": {"hqq": bits} for bits in (2, 4)}
 LARGE = {"x6 and x11": [6, 11], "x45": [45, 45]}
 
 
@@ -102,6 +112,19 @@ def _constant() -> list[dict[str, Any]]:
     ]
 
 
+def _other_texts() -> list[dict[str, Any]]:
+    """The default and one width of about its bytes on texts of other kinds."""
+    cases = {name: HELD[name] for name in ("default 0.2", "default 0.27")}
+    cases |= {name: WIDTHS[name] for name in ("one width 3", "one width 4")}
+    found: list[dict[str, Any]] = []
+    for text in ("manual", "code"):
+        full = {f"full precision; {text}": {"dense": True}}
+        found += _named(full, ["retrieval"], text=text)
+        named = {f"{name}; {text}": options for name, options in cases.items()}
+        found += _named(named, ["single", "retrieval", "grow"], text=text)
+    return found
+
+
 CASES: list[dict[str, Any]] = [
     *_named(HELD, ["chunks64"]),
     *_large_channels(),
@@ -111,20 +134,27 @@ CASES: list[dict[str, Any]] = [
     {"name": "full precision", "dense": True, "tasks": ["retrieval"]},
     *_named(HELD, ["parts512", "retrieval", "parts64", "single64", "grow"]),
     *_named(WIDTHS, ["retrieval"]),
+    *_other_texts(),
 ]
 
 
 class Reader:
-    """A model, the texts, and what is measured of a cache."""
+    """A model, windows and questions of a text, and what is measured of a cache."""
 
     def __init__(self, device: str) -> None:
         subject = load_smollm2()
         self.model, self.config = subject.model.to(device), subject.model.config
         self.encode, self.measured = subject.encode, dict[str, KeyFrames]()
-        texts = cut_windows(subject.text, subject.encode, max(WINDOWS, TEXTS), WHOLE + 1)
-        self.tokens = torch.tensor(texts.tokens[:WINDOWS], device=device)
+        self.text = ""
+
+    def turn_to(self, text: str) -> None:
+        if text == self.text:
+            return
+        self.text, source = text, SOURCES[text][1]()
+        texts = cut_windows(source, self.encode, max(WINDOWS, TEXTS), WHOLE + 1)
+        self.tokens = torch.tensor(texts.tokens[:WINDOWS], device=self.model.device)
         self.haystacks = [
-            many_keys(subject.text[start:], subject.encode, TEXT, keys=KEYS, seed=seed)
+            many_keys(source[start:], self.encode, TEXT, keys=KEYS, seed=seed)
             for seed, start in enumerate(texts.starts[:TEXTS])
         ]
 
@@ -134,6 +164,8 @@ class Reader:
             options["frames"] = self.frames(case["frames"])
         if "dense" in case:
             return DynamicCache(config=self.config)
+        if "hqq" in case:
+            return QuantizedCache("hqq", self.config, case["hqq"], axis_key=1, axis_value=1)
         cache = KVLabCache(self.config, dtype="float16", **options)
         if not case.get("rotary", True):
             cache._shared.rotary = None
@@ -157,9 +189,11 @@ class Reader:
         config = self.config
         channels = config.hidden_size // config.num_attention_heads
         elements = 2 * config.num_hidden_layers * config.num_key_value_heads * channels * rows * length
-        return (
-            8 * cache.nbytes / elements if isinstance(cache, KVLabCache) else bits_per_element(cache, cache)
-        )
+        nbytes = held_bytes(cache)
+        if isinstance(cache, QuantizedCache):
+            layers: list[Any] = cache.layers
+            nbytes -= sum(layer.keys.nbytes + layer.values.nbytes for layer in layers) // 2
+        return float(8 * nbytes / elements)
 
     def changed(self, case: dict[str, Any]) -> AbstractContextManager[None]:
         """Keys of the model with large channels or a constant, as a case has them."""
@@ -276,12 +310,14 @@ def _work(cases: Any, found: Any, device: str, end: float) -> None:
             except queue.Empty:
                 return
             begin, result = time.time(), {}
+            reader.turn_to(case.get("text", "bible"))
             with reader.changed(case):
                 for task in case.get("tasks", TASKS):
                     try:
                         result[task] = getattr(reader, task)(case)
                     except BudgetError as error:
                         result[task] = {"error": str(error)}
+            torch.cuda.empty_cache()  # for the other processes
             row = {"case": case, "seconds": round(time.time() - begin, 1), **result}
             found.put(row)
             print(json.dumps(row), flush=True)
@@ -290,8 +326,9 @@ def _work(cases: Any, found: Any, device: str, end: float) -> None:
 def _lines(rows: list[dict[str, Any]]) -> list[str]:
     """A line for each case and task: what issues and pages ask for."""
     lines = []
-    full = next((row["retrieval"] for row in rows if "dense" in row["case"]), None)
+    answers = {row["case"].get("text"): row["retrieval"] for row in rows if "dense" in row["case"]}
     for row in sorted(rows, key=lambda row: str(row["case"]["name"])):
+        full = answers.get(row["case"].get("text"))
         results = {task: x for task, x in row.items() if task in (*TASKS, "single64", "parts512", "chunks64")}
         results |= {f"equal bytes, {name}": x for name, x in row.get("equal_bytes", {}).items()}
         for task, x in results.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -51,6 +51,10 @@ def command(
     tasks: Annotated[
         str, typer.Option(help="Only quality, by tasks (above), beside opponents of about the same bytes.")
     ] = "",
+    text: Annotated[
+        Literal["bible", "manual", "code"],
+        typer.Option(help="What --tasks read: a book, the manual or the source of this Python."),
+    ] = "bible",
     as_json: Json = False,
     output: Output = None,
 ) -> None:
@@ -79,11 +83,13 @@ def command(
                 "--tasks reads with a model and packs its cache: leave out --no-bit-packing and "
                 "--num-layers, --num-heads, --num-kv-heads, --head-dim"
             )
-        result = _run_tasks(tasks.split(","), budget, bits, context_length, num_samples or 4, device)
+        result = _run_tasks(tasks.split(","), budget, bits, context_length, num_samples or 4, device, text)
         emit_json(result, as_json=as_json, output=output)
         if not as_json:
             _show_tasks(result)
         return
+    if text != "bible":
+        raise ValueError(f"--text {text} is read with --tasks; name some, or leave --text out")
     from kvlab.cli.progress import bar
     from kvlab.lab.ablation.run import run
     from kvlab.lab.sweep.estimate import estimate
@@ -138,13 +144,16 @@ def make_case(
 
 
 def _run_tasks(
-    tasks: list[str], budget: float, bits: str, length: int, windows: int, device: str
+    tasks: list[str], budget: float, bits: str, length: int, windows: int, device: str, text: str
 ) -> dict[str, Any]:
     """Measure a held budget and its opponents; smaller texts for the tiny model."""
+    from dataclasses import replace
+
     from kvlab.cli.progress import bar
     from kvlab.lab.quality.cases import held, opponents
     from kvlab.lab.quality.model import load_smollm2, tiny_llama
     from kvlab.lab.quality.tasks import TASKS, run_tasks
+    from kvlab.lab.quality.text import TEXTS
     from kvlab.lab.results import provenance
     from kvlab.lab.targets import machine
 
@@ -153,6 +162,9 @@ def _run_tasks(
     machine(device.partition(":")[0])  # or an error that says what is missing
     subject = tiny_llama() if os.environ.get("KVLAB_TINY") == "1" else load_smollm2()
     subject.model.to(device)
+    if text != "bible":  # a model comes with the book, or with words of its own
+        name, read = TEXTS[text]
+        subject = replace(subject, text_name=name, text=read())
     config, others = subject.model.config, opponents(subject.model.config, budget)
     scored, done = min(256, length // 4), 0
     with bar(f"budget {budget:g}, {1 + len(others)} caches") as tick:
@@ -180,6 +192,7 @@ def _run_tasks(
 
 
 def _show_tasks(result: dict[str, Any]) -> None:
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
@@ -188,13 +201,15 @@ def _show_tasks(result: dict[str, Any]) -> None:
         depths = {cache: figures["by_depth"] for cache, figures in rows.items() if "by_depth" in figures}
         shown = {f"{task}, log p change by depth": depths} if depths else {}
         for title, table_rows in ({task: rows} | shown).items():
-            columns = [name for name in next(reversed(table_rows.values())) if name != "by_depth"]
-            table = Table(title=title, title_justify="left")
-            for column in ("cache", *columns):
-                table.add_column(str(column).replace("_", " "))
-            for cache, figures in table_rows.items():
-                table.add_row(cache, *(_text(figures[column]) for column in columns))
-            console.print(table)
+            table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+            table.add_column()
+            for cache in table_rows:  # a column each, so that a narrow terminal holds every figure
+                table.add_column(cache, justify="right")
+            for figure in next(reversed(table_rows.values())):
+                if figure != "by_depth":
+                    cells = [_text(figures[figure]) for figures in table_rows.values()]
+                    table.add_row(_text(figure).replace("_", " "), *cells)
+            console.print(table, highlight=False)
 
 
 def _show(result: dict[str, Any]) -> None:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 RESULTS, RECORDED = Path(__file__).parents[2] / "benchmarks" / "results", "*-demo-*.json"
 """Runs that were kept: their rows of transformers' caches stand, marked, in the table of a run without."""
+HELD = "*-quality-held.json"
+"""Of single tokens and late questions under budgets that hold at every length; the newest is shown."""
 
 BUDGETS = "0.17,0.2,0.3,0.5"
 """Budgets of the mixed caches. With three heads and 2,048 tokens the least is 0.146, on a GPU 0.167."""
@@ -193,6 +195,35 @@ def _device_name(device: str) -> str:
     return device if device == "cpu" else ", ".join(gpu["name"] for gpu in report()["gpus"])
 
 
+def _show_held(console: Console) -> None:
+    """What is harder than the demo, as it was recorded with SmolLM2."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from kvlab.lab.quality.recorded import read_held
+
+    if not (paths := sorted(RESULTS.glob(HELD))):
+        return
+    rows = read_held(paths[-1])
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in rows[0]:
+        table.add_column(column, justify="left" if column == "cache" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row.values())
+    console.print(
+        "\n[bold]Harder[/bold], recorded earlier: the budget holds at every length, tokens come one by one "
+        "behind a prompt of 1,024, and numbers in a text are asked for when it has been read",
+        highlight=False,
+    )
+    console.print(table, highlight=False)
+    console.print(
+        "[bold]found[/bold]: of the answers that full precision finds; [bold]log p lost[/bold]: of the right "
+        f"answers, nats\nFrom benchmarks/results/{paths[-1].name}; kvlab ablate --budget 0.2 "
+        "--context-length 1K --tasks single,retrieval measures such figures",
+        highlight=False,
+    )
+
+
 def _show(console: Console, result: Comparison, rows: list[Row]) -> None:
     from rich.markup import escape
     from rich.table import Table
@@ -212,6 +243,7 @@ def _show(console: Console, result: Comparison, rows: list[Row]) -> None:
         f"{result.cache_dtype}, the full-precision cache is float32 as the model",
         "change": "of the perplexity; below 0.5 % it is noise",
         "KL": "mean divergence of the predictions from those of full precision, ± standard error",
+        "last quarter": "KL of the last quarter of these tokens, where the cache is fullest",
         "top-1": "how often the most probable token is the same",
         "tok/s": f"the whole model, {protocol['chunk']} tokens of a window at once, beside other processes",
     }
@@ -228,6 +260,7 @@ def _show(console: Console, result: Comparison, rows: list[Row]) -> None:
         if number == 0:
             console.print("\n[bold]Against the best that fits into the same bytes[/bold]")
         console.print(line, highlight=False)
+    _show_held(console)
     if result.races:
         console.print(
             "\n[bold]GPU against CPU[/bold], a chunk of one window, tokens a second", highlight=False

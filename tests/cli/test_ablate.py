@@ -96,11 +96,24 @@ def test_tasks_print_a_table_each_and_are_known_before_anything_runs(
     written = json.loads(path.read_text())["tasks"]
     assert set(written) == {"tracking", "floor"}
     assert {"full precision", "held 0.5", "one width 8"} <= set(written["tracking"])
+    assert f"{written['tracking']['held 0.5']['log_p_change']:.4g}" in result.output
+    assert "…" not in result.output
     wrong = RUNNER.invoke(cli.app(), [*options, "--tasks", "neddle"])
     assert isinstance(wrong.exception, ValueError)
     assert "neddle: not known" in str(wrong.exception)
     plain = RUNNER.invoke(cli.app(), [*options, "--tasks", "floor", "--no-bit-packing"])
     assert "leave out --no-bit-packing" in str(plain.exception)
+
+
+def test_tasks_read_other_texts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KVLAB_TINY", "1")
+    path = tmp_path / "tasks.json"
+    options = ["ablate", "--context-length", "128", "--num-samples", "1", "--output", str(path)]
+    result = RUNNER.invoke(cli.app(), [*options, "--tasks", "floor", "--text", "manual"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(path.read_text())["text"] == "manual of Python"
+    alone = RUNNER.invoke(cli.app(), [*options, "--text", "code"])
+    assert "is read with --tasks" in str(alone.exception)
 
 
 def test_tasks_of_short_calls_and_of_equal_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

