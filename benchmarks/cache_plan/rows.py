@@ -4,7 +4,8 @@
 
 The layers are those of `run.py`: 8 KV heads of 128 channels, ladder 2, 3, 4, 8, budget 0.35. A time is from
 the call until the device is done, the median of several after two that warm up (`repeat_2_first`: the first
-of all, whose memory torch has not had before); `copy` is torch's copy of as many bytes as the operation writes. What a crop or other rows leave is compared with what was there first.
+of all, whose memory torch has not had before); `copy` is torch's copy of as many bytes as the operation
+writes. What a crop or other rows leave is compared with what was there first.
 """
 
 from __future__ import annotations
