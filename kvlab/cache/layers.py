@@ -90,8 +90,8 @@ class LayerFormat:
     @cached_property
     def fixed_nbytes(self) -> int:
         """Bytes that a row takes without any page: number of pages, key frame and ratios of each head."""
-        frame = 3 * self.head_dim + (2 * self.head_dim + 16 + 2) * self.in_blocks
-        return self.num_heads_kv * (4 + frame)
+        half = self.head_dim // 2
+        return self.num_heads_kv * (4 + 5 * half + (3 * half + 16 + 2) * self.in_blocks)
 
     @cached_property
     def waiting_nbytes(self) -> int:

@@ -28,6 +28,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlab.pages import of_channels, placed_channels
+
 __all__ = [
     "ASKING",
     "BLOCKS",
@@ -206,7 +208,7 @@ def key_shift(
     exponent: NDArray[np.int8] | None = None,
     last: int = LAST,
 ) -> NDArray[np.uint8]:
-    """Return by how many binary orders (Hkv, D) the channels of a row's keys are scaled down.
+    """Return by how many binary orders (Hkv, D / 2) the rotary pairs of a row's keys are scaled down.
 
     A pair of channels i and i + D / 2, which RoPE rotates into each other, is as large as its keys without
     their mean, over its queries. One that is `LEAST` times the median or more is multiplied, and its queries
@@ -230,13 +232,13 @@ def key_shift(
     >>> k = np.random.default_rng(0).standard_normal((64, 1, 8), dtype=np.float32)
     >>> k[..., [1, 5]] *= 45
     >>> key_shift(k, key_mean(k), np.zeros((1, 8), np.float32))
-    array([[0, 4, 0, 0, 0, 4, 0, 0]], dtype=uint8)
+    array([[0, 4, 0, 0]], dtype=uint8)
     >>> key_shift(k, key_mean(k), np.ones((1, 8), np.float32))
-    array([[0, 3, 0, 0, 0, 3, 0, 0]], dtype=uint8)
+    array([[0, 3, 0, 0]], dtype=uint8)
     """
     sample, (heads, head_dim) = k[FIRST:last].astype(np.float64), k.shape[1:]
     if len(sample) < FEWEST:
-        return np.zeros((heads, head_dim), np.uint8)
+        return np.zeros((heads, head_dim // 2), np.uint8)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         sizes = np.abs(sample - _scaled(mean.astype(np.float64), exponent, 1)).sum(0)
         queries = asked.astype(np.float64)
@@ -248,11 +250,11 @@ def key_shift(
         ratio = np.where(has_queries, ratio, ratio * ratio / 4)
         large = (ratio >= np.where(has_queries, LEAST, LEAST_ALONE)) & (ratio < np.inf)
     orders = np.frexp(2 * np.where(large, ratio, 1))[1] - 1  # half of them, to the nearest
-    return np.tile(np.where(large, np.minimum(orders >> 1, MOST_SHIFT), 0), 2).astype(np.uint8)
+    return np.where(large, np.minimum(orders >> 1, MOST_SHIFT), 0).astype(np.uint8)
 
 
 def further_shift(ratios: NDArray[np.int16], shift: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return by how many more binary orders (..., D) the channels of keys are scaled down than by `shift`.
+    """Return by how many binary orders (..., D / 2) more than by `shift` rotary pairs are scaled down.
 
     As in `key_shift` a pair is large if its ratio, here in the frame that the row has, is 9 times the median
     or more. It is brought next to the median, by at most `MOST_FURTHER` orders at a time.
@@ -261,16 +263,15 @@ def further_shift(ratios: NDArray[np.int16], shift: NDArray[np.uint8]) -> NDArra
     --------
     >>> ratios = np.zeros(8, np.int16)
     >>> ratios[3] = 10 * 256
-    >>> further_shift(ratios, np.zeros(16, np.uint8))
-    array([0, 0, 0, 5, 0, 0, 0, 0, 0, 0, 0, 5, 0, 0, 0, 0], dtype=uint8)
+    >>> further_shift(ratios, np.zeros(8, np.uint8))
+    array([0, 0, 0, 5, 0, 0, 0, 0], dtype=uint8)
     """
     half = ratios.shape[-1]
-    old = shift[..., :half].astype(np.int64)
+    old = shift.astype(np.int64)
     grown = ratios - (old << 9)
     grown -= np.sort(grown, axis=-1)[..., (half - 1) // 2, None]
     most = np.minimum(MOST_SHIFT - old, MOST_FURTHER)
-    further = np.where(grown >= LEAST_GROWN, np.minimum(grown + 256 >> 9, most), 0).astype(np.uint8)
-    return np.concatenate([further, further], axis=-1)
+    return np.where(grown >= LEAST_GROWN, np.minimum(grown + 256 >> 9, most), 0).astype(np.uint8)
 
 
 def _sizes(
@@ -290,18 +291,18 @@ def key_order(
     exponent: NDArray[np.int8] | None = None,
     last: int = LAST,
 ) -> NDArray[np.uint8]:
-    """Return which channel stands at each place, (Hkv, D), where keys are kept in blocks.
+    """Return the rotary pairs in order, (Hkv, D / 2), where keys are kept in blocks.
 
-    Rotary pairs i and i + D / 2 are sorted by the energy of their keys times that of their queries, squares
-    of what `asked` has summed; a quarter of them is a block, the channels i before the channels i + D / 2.
-    Arguments are those of `key_shift`.
+    Pairs i and i + D / 2 are sorted by the energy of their keys times that of their queries, squares of what
+    `asked` has summed; a quarter of them is a block (`kvlab.pages.placed_channels`). Arguments are those of
+    `key_shift`.
 
     Examples
     --------
     >>> k = np.random.default_rng(0).standard_normal((64, 1, 16), dtype=np.float32)
     >>> k[..., [5, 13]] *= 9
-    >>> key_order(k, key_mean(k), np.ones((1, 16), np.float32))[0, :4]
-    array([ 5,  6, 13, 14], dtype=uint8)
+    >>> key_order(k, key_mean(k), np.ones((1, 16), np.float32))[0, :2]
+    array([5, 6], dtype=uint8)
     """
     sample, (heads, head_dim) = k[FIRST:last], k.shape[1:]
     half = head_dim // 2
@@ -313,8 +314,7 @@ def key_order(
         with np.errstate(invalid="ignore", over="ignore"):
             energy = (size[:, :half] + size[:, half:]) * (queries[:, :half] + queries[:, half:])
         energy = np.where(energy < np.inf, energy, 0)
-    pairs = np.argsort(-energy, axis=1, kind="stable").reshape(heads, BLOCKS, half // BLOCKS)
-    return np.concatenate([pairs, pairs + half], axis=2).reshape(heads, head_dim).astype(np.uint8)
+    return np.argsort(-energy, axis=1, kind="stable").astype(np.uint8)
 
 
 def key_gain(
@@ -334,17 +334,17 @@ def key_gain(
     Examples
     --------
     >>> k = np.random.default_rng(0).standard_normal((64, 1, 64), dtype=np.float32)
-    >>> frame = key_mean(k), np.zeros((1, 64), np.uint8), np.arange(64, dtype=np.uint8)[None]
+    >>> frame = key_mean(k), np.zeros((1, 32), np.uint8), np.arange(32, dtype=np.uint8)[None]
     >>> key_gain(k, *frame)
-    array([[16.265625 , 15.4921875, 16.375    , 16.40625  ]], dtype=float32)
+    array([[16.25     , 16.375    , 16.09375  , 15.7734375]], dtype=float32)
     """
     heads, head_dim = k.shape[1:]
     sample, each = k[FIRST:last], head_dim // BLOCKS
     few = len(sample) < FEWEST
     sample = k[:LAST] if few else sample
-    down = shift.astype(int) + (0 if exponent is None else exponent.astype(int)[:, None])
+    down = of_channels(shift).astype(int) + (0 if exponent is None else exponent.astype(int)[:, None])
     size = np.ldexp(_sizes(sample, mean, exponent), -2 * down)
-    placed = np.take_along_axis(size, order.astype(int), 1).reshape(heads, BLOCKS, each)
+    placed = np.take_along_axis(size, placed_channels(order).astype(int), 1).reshape(heads, BLOCKS, each)
     log = (each & -each).bit_length() - 1
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         sums = np.cumsum(placed, axis=2)[..., -1]  # one after the other
@@ -367,7 +367,7 @@ def check_frames(tables: dict[str, NDArray[Any]]) -> None:
     if (tables["exponent"] < LEAST_EXPONENT).any():
         raise ValueError(f"exponent is below {LEAST_EXPONENT}")
     if (np.sort(order) != np.arange(order.shape[-1])).any():
-        raise ValueError("k_order does not have every channel once")
+        raise ValueError("k_order does not have every rotary pair once")
     if not ((gain > 0) & (gain < np.inf)).all() or (gain.view(np.uint32) & 0x1FFF).any():
         raise ValueError("k_gain is not of positive numbers of 11 bits")
 

@@ -28,7 +28,7 @@ from kvlab.integrations.transformers import KVLabCache
 from kvlab.lab.quality.model import Subject
 from kvlab.lab.quality.text import cut_windows
 from kvlab.ops.frame import key_mean
-from kvlab.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE, read_tokens
+from kvlab.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE, of_channels, read_tokens
 from kvlab.reference.attention import attention
 from kvlab.reference.codec import hadamard
 from kvlab.reference.pages import value_signs
@@ -68,7 +68,7 @@ def stored(cache: MixedPrecisionCache) -> tuple[np.ndarray, np.ndarray]:
     tokens, layout = tokens_in(pages, 0), pages.layouts[0]
     k, v = read_tokens(pages.pools[0], layout, pages.dtype, tokens.index, tokens.slot)
     if layout.bits_k < 16:
-        k = np.ldexp(hadamard(k), pages.k_shift[0, tokens.head]) + pages.k_mean[0, tokens.head]
+        k = np.ldexp(hadamard(k), of_channels(pages.k_shift[0, tokens.head])) + pages.k_mean[0, tokens.head]
         k = k.astype(np.float32)
     v = v if layout.bits_v == 16 else (hadamard(v) * value_signs(v.shape[1])).astype(np.float32)
     order = np.lexsort((tokens.head, tokens.position))

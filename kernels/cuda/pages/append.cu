@@ -168,7 +168,7 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
         const bool framed = is_key && IS_CODED && is_there(lane, j);
         const u64 of_bh = (u64)at.bh * HEAD_DIM + channel;
         mean[j] = framed ? __half2float(call.layer.k_mean[of_bh]) : 0.f;
-        shift[j] = framed ? call.layer.k_shift[of_bh] : 0;
+        shift[j] = framed ? call.layer.k_shift[(u64)at.bh * (HEAD_DIM / 2) + channel % (HEAD_DIM / 2)] : 0;
     }
 #if IN_BLOCKS
     ChannelOrder order;
@@ -377,7 +377,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
         int rises = 0;
         const int pair = threadIdx.x - (WARPS * 32 - HEAD_DIM / 2);
         if (pair >= 0 && call.q && !layer.waits[row]) {
-            const int shift = layer.k_shift[(u64)bh * HEAD_DIM + pair];
+            const int shift = layer.k_shift[(u64)bh * (HEAD_DIM / 2) + pair];
             const Queries queries = {call.q, call.q_batch, call.q_step, call.q_head, call.group};
             const int ratio = follow_ratio(layer, call.new_tokens, queries, row, head, 0, pair);
             rises = further_shift(ratio, shift, pair, [] { __barrier_sync_count(3, HEAD_DIM / 2); });

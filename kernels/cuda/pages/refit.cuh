@@ -132,15 +132,12 @@ __device__ __forceinline__ void refit_codes(u8* codes, int profile, int slot, in
 // rotary pair `pair`, if there is one.
 __device__ __noinline__ void raise_shifts(const LayerState& s, int bh, int pair, int rises) {
     constexpr int HALF = HEAD_DIM / 2, TOGETHER = KEY_ROTATION > 32 ? 64 : 32;
-    __shared__ u8 orders[HEAD_DIM], further[HEAD_DIM], most[HEAD_DIM];  // by channel; by place, of a rotation
-    const u64 of_bh = (u64)bh * HEAD_DIM;
+    __shared__ u8 orders[HALF], further[HEAD_DIM], most[HEAD_DIM];  // by pair; by place, of a rotation
+    const u64 of_bh = (u64)bh * HALF;
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-    if (pair >= 0 && pair < HALF) {
-        orders[pair] = orders[pair + HALF] = (u8)rises;
-        s.k_shift[of_bh + pair] += rises, s.k_shift[of_bh + pair + HALF] += rises;
-    }
+    if (pair >= 0 && pair < HALF) orders[pair] = (u8)rises, s.k_shift[of_bh + pair] += rises;
     __syncthreads();  // orders are there
-    if (thread < HEAD_DIM) further[thread] = orders[s.k_order[of_bh + thread]];
+    if (thread < HEAD_DIM) further[thread] = orders[s.k_order[of_bh + pair_of_place(thread)]];
     __syncthreads();  // those of places are there
     if (thread < HEAD_DIM) {
         int largest = 0;

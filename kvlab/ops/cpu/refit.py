@@ -11,7 +11,7 @@ from kvlab.arrays import CudaView
 from kvlab.ops.cpu.layer import HostLayer, array_at, vectors_of, view_at
 from kvlab.ops.frame import BLOCKS, FITTED_TO, JUMP, LEAST_GROWN, MOST_RATIO, further_shift
 from kvlab.ops.layer_state import UNIT
-from kvlab.pages import PageLayout, first_bits, named_pages
+from kvlab.pages import PageLayout, first_bits, named_pages, of_channels, placed_channels
 
 __all__ = ["fit_frames", "refit_frames"]
 
@@ -53,9 +53,12 @@ def refit_frames(layer: HostLayer, new_tokens: Any, queries: CudaView) -> None:
 
 
 def _refit_pages(layer: HostLayer, at: tuple[int, int], further: NDArray[np.uint8]) -> None:
-    """Let the pages of a (row, KV head) hold keys whose channels are scaled down by 2**further more."""
+    """Let the pages of a (row, KV head) hold keys whose rotary pairs are scaled down by 2**further more."""
     tables = {name: layer.tables[name][at] for name in ("rung", "count", "index", "num_pages", "k_order")}
-    placed, named = further[tables["k_order"]].astype(np.int64), named_pages(tables)
+    placed, named = (
+        of_channels(further)[placed_channels(tables["k_order"])].astype(np.int64),
+        named_pages(tables),
+    )
     index = tables["index"].view(np.uint32).astype(np.int64)
     words = layer.arena.view(np.uint32)
     for r, layout in enumerate(layer.layouts):
