@@ -78,8 +78,10 @@ MOST_SHIFT = 14
 """The least power of 2 that float16 has with all its bits is 2**-14."""
 FITTED_TO = 16
 """The newest tokens of a prefill that frames are fitted to."""
-MOST_RATIO, JUMP, LEAST_GROWN = 16 << 8, 7 << 8, 800
-"""Two bounds of `kvlab.reference.blocks.follow_ratios`; from which difference on a pair is large: 9 times."""
+MOST_RATIO, JUMP = 16 << 8, 7 << 8
+"""Two bounds of `kvlab.reference.blocks.follow_ratios`."""
+LEAST_GROWN, LEAST_AGAIN = 800, 512
+"""From which difference on a pair is large, 9 times, and one that has a shift, 4 times."""
 MOST_FURTHER = 10
 """By how much a shift rises at a time."""
 BLOCKS = 4
@@ -257,7 +259,8 @@ def further_shift(ratios: NDArray[np.int16], shift: NDArray[np.uint8]) -> NDArra
     """Return by how many binary orders (..., D / 2) more than by `shift` rotary pairs are scaled down.
 
     As in `key_shift` a pair is large if its ratio, here in the frame that the row has, is 9 times the median
-    or more. It is brought next to the median, by at most `MOST_FURTHER` orders at a time.
+    or more; 4 times are enough for a pair that has a shift, since a mean that is on its way gives less than
+    what is to come. It is brought next to the median, by at most `MOST_FURTHER` orders at a time.
 
     Examples
     --------
@@ -271,7 +274,8 @@ def further_shift(ratios: NDArray[np.int16], shift: NDArray[np.uint8]) -> NDArra
     grown = ratios - (old << 9)
     grown -= np.sort(grown, axis=-1)[..., (half - 1) // 2, None]
     most = np.minimum(MOST_SHIFT - old, MOST_FURTHER)
-    return np.where(grown >= LEAST_GROWN, np.minimum(grown + 256 >> 9, most), 0).astype(np.uint8)
+    large = grown >= np.where(old > 0, LEAST_AGAIN, LEAST_GROWN)
+    return np.where(large, np.minimum(grown + 256 >> 9, most), 0).astype(np.uint8)
 
 
 def _sizes(

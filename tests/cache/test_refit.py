@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.ops.cpu.refit import fit_frames
-from kvlab.ops.frame import LEAST_GROWN, MOST_SHIFT, add_queries, further_shift, key_shift
+from kvlab.ops.frame import LEAST_AGAIN, LEAST_GROWN, MOST_SHIFT, add_queries, further_shift, key_shift
 from kvlab.reference.blocks import BLOCKS, follow_ratios, refit_codes
 from tests.strategies import SEEDS
 
@@ -162,9 +162,12 @@ def test_shifts_stay_within_their_bounds() -> None:
         at += further
         rises.append(int(further.max()))
     assert rises == [10, MOST_SHIFT - 10]
-    for grown, rise in ((LEAST_GROWN - 1, 0), (LEAST_GROWN, 2)):
-        ratios[3] = grown
-        assert further_shift(ratios, np.zeros(DIM // 2, np.uint8)).max() == rise
+    for old, least, rise in ((0, LEAST_GROWN, 2), (1, LEAST_AGAIN, 1), (MOST_SHIFT, LEAST_AGAIN, 0)):
+        ratios[3], at = least - 1 + 512 * old, np.full(DIM // 2, 0, np.uint8)
+        at[3] = old
+        assert not further_shift(ratios, at).any()
+        ratios[3] += 1
+        assert further_shift(ratios, at).tolist() == [rise * (i == 3) for i in range(DIM // 2)]
 
 
 def test_ratios_follow_a_line_between_powers_of_2() -> None:

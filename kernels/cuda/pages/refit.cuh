@@ -7,7 +7,8 @@
 #include "pages/state.cuh"
 #include "pages/steps.cuh"
 
-constexpr int MAX_SHIFT = 14, MIN_GROWN = 800, MAX_FURTHER = 10;
+constexpr int MAX_SHIFT = 14, MAX_FURTHER = 10;
+constexpr int MIN_GROWN = 800, MIN_AGAIN = 512;  // in 256ths of an order; where a pair has a shift
 
 // Queries by strides, [batch][steps][heads * group][HEAD_DIM].
 struct Queries {
@@ -71,7 +72,8 @@ __device__ __forceinline__ int further_shift(int ratio, int shift, int pair, con
     if (below == (HALF - 1) / 2) middle = own;
     meet();  // the median is there
     const int grown = own - middle;
-    return grown >= MIN_GROWN ? min((grown + 256) >> 9, min(MAX_SHIFT - shift, MAX_FURTHER)) : 0;
+    const bool is_large = grown >= (shift ? MIN_AGAIN : MIN_GROWN);
+    return is_large ? min((grown + 256) >> 9, min(MAX_SHIFT - shift, MAX_FURTHER)) : 0;
 }
 
 // Butterflies of blocks of KEY_ROTATION channels; lane: channels lane + 32 i.
