@@ -80,8 +80,8 @@ FITTED_TO = 16
 """The newest tokens of a prefill that frames are fitted to."""
 MOST_RATIO, JUMP = 16 << 8, 7 << 8
 """Two bounds of `kvlab.reference.blocks.follow_ratios`."""
-LEAST_GROWN, LEAST_AGAIN = 800, 512
-"""From which difference on a pair is large, 9 times, and one that has a shift, 4 times."""
+LEAST_GROWN, LEAST_AGAIN = 800, 640
+"""From which difference on a pair is large, 9 times, and one that has a shift, 5.7 times."""
 MOST_FURTHER = 10
 """By how much a shift rises at a time."""
 BLOCKS = 4
@@ -259,7 +259,7 @@ def further_shift(ratios: NDArray[np.int16], shift: NDArray[np.uint8]) -> NDArra
     """Return by how many binary orders (..., D / 2) more than by `shift` rotary pairs are scaled down.
 
     As in `key_shift` a pair is large if its ratio, here in the frame that the row has, is 9 times the median
-    or more; 4 times are enough for a pair that has a shift, since a mean that is on its way gives less than
+    or more; 5.7 times are enough for a pair that has a shift, since a mean that is on its way gives less than
     what is to come. It is brought next to the median, by at most `MOST_FURTHER` orders at a time.
 
     Examples

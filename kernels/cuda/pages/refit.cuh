@@ -8,7 +8,7 @@
 #include "pages/steps.cuh"
 
 constexpr int MAX_SHIFT = 14, MAX_FURTHER = 10;
-constexpr int MIN_GROWN = 800, MIN_AGAIN = 512;  // in 256ths of an order; where a pair has a shift
+constexpr int MIN_GROWN = 800, MIN_AGAIN = 640;  // in 256ths of an order; where a pair has a shift
 
 // Queries by strides, [batch][steps][heads * group][HEAD_DIM].
 struct Queries {
