@@ -194,19 +194,19 @@ def _scaled(x: NDArray[np.float64], exponent: NDArray[np.int8] | None, sign: int
     return scaled
 
 
-def add_queries(asked: NDArray[np.float32], q: NDArray[Any]) -> None:
-    """Add the sizes of queries (m, Hq, D) to `asked` (Hkv, D), one after the other."""
-    heads, head_dim = asked.shape
+def add_queries(query_sums: NDArray[np.float32], q: NDArray[Any]) -> None:
+    """Add the sizes of queries (m, Hq, D) to `query_sums` (Hkv, D), one after the other."""
+    heads, head_dim = query_sums.shape
     sizes = np.abs(q.astype(np.float32)).reshape(len(q), heads, q.shape[1] // heads, head_dim)
     for of_token in sizes:
         for i in range(sizes.shape[2]):
-            asked += of_token[:, i]
+            query_sums += of_token[:, i]
 
 
 def key_shift(
     k: NDArray[np.float32],
     mean: NDArray[np.float16],
-    asked: NDArray[np.float32],
+    query_sums: NDArray[np.float32],
     exponent: NDArray[np.int8] | None = None,
     last: int = LAST,
 ) -> NDArray[np.uint8]:
@@ -223,7 +223,7 @@ def key_shift(
         As for `key_mean`.
     mean : (Hkv, D) float16
         What it returned.
-    asked : (Hkv, D) float32
+    query_sums : (Hkv, D) float32
         What `add_queries` has added up for tokens `ASKING` to `LAST - 1`; 0 without queries.
     exponent : (Hkv,) int8, optional
     last : int
@@ -243,7 +243,7 @@ def key_shift(
         return np.zeros((heads, head_dim // 2), np.uint8)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         sizes = np.abs(sample - _scaled(mean.astype(np.float64), exponent, 1)).sum(0)
-        queries = asked.astype(np.float64)
+        queries = query_sums.astype(np.float64)
         size, energy = (x[:, : head_dim // 2] + x[:, head_dim // 2 :] for x in (sizes, queries))
         has_queries = (energy > 0).any(1, keepdims=True)
         size = np.where(has_queries, size / energy, size)
@@ -291,14 +291,14 @@ def _sizes(
 def key_order(
     k: NDArray[np.float32],
     mean: NDArray[np.float16],
-    asked: NDArray[np.float32],
+    query_sums: NDArray[np.float32],
     exponent: NDArray[np.int8] | None = None,
     last: int = LAST,
 ) -> NDArray[np.uint8]:
     """Return the rotary pairs in order, (Hkv, D / 2), where keys are kept in blocks.
 
     Pairs i and i + D / 2 are sorted by the energy of their keys times that of their queries, squares of what
-    `asked` has summed; a quarter of them is a block (`kvlab.pages.placed_channels`). Arguments are those of
+    `query_sums` has summed; a quarter of them is a block (`kvlab.pages.placed_channels`). Arguments are those of
     `key_shift`.
 
     Examples
@@ -312,8 +312,8 @@ def key_order(
     half = head_dim // 2
     energy = np.zeros((heads, half))
     if len(sample) >= FEWEST:
-        queries = np.square(asked.astype(np.float64))
-        queries = np.where((asked > 0).any(1, keepdims=True), queries, 1)
+        queries = np.square(query_sums.astype(np.float64))
+        queries = np.where((query_sums > 0).any(1, keepdims=True), queries, 1)
         size = _sizes(sample, mean, exponent)
         with np.errstate(invalid="ignore", over="ignore"):
             energy = (size[:, :half] + size[:, half:]) * (queries[:, :half] + queries[:, half:])

@@ -212,11 +212,11 @@ def frames_of_layer(
     """
     sinks, keys = k[0, :FIRST], k[:, FIRST:].reshape(-1, *k.shape[2:])
     sample, last = np.concatenate([sinks, keys]), len(sinks) + len(keys)
-    asked = np.zeros(k.shape[2:], np.float32)
-    add_queries(asked, q[:, FIRST:].reshape(-1, *q.shape[2:]))
+    query_sums = np.zeros(k.shape[2:], np.float32)
+    add_queries(query_sums, q[:, FIRST:].reshape(-1, *q.shape[2:]))
     exponent = exponent_of(sample, last), exponent_of(v.reshape(-1, *v.shape[2:]), v.size)
     mean = key_mean(sample, exponent[0], narrow=narrow, last=last)
-    shift = key_shift(sample, mean, asked, exponent[0], last)
-    order = key_order(sample, mean, asked, exponent[0], last)
+    shift = key_shift(sample, mean, query_sums, exponent[0], last)
+    order = key_order(sample, mean, query_sums, exponent[0], last)
     gain = key_gain(sample, mean, shift, order, exponent[0], last)
     return mean, shift, np.stack(exponent, axis=1), order, gain

@@ -253,7 +253,7 @@ def _shapes(
         "num_pages": (bh, "int32"),
         **{name: frame[name] for name in FRAME if name not in not_zero},
         "k_ratio": ((*bh, head_dim // 2 * in_blocks), "int16"),
-        "asked": ((*bh, head_dim), "float32"),
+        "query_sums": ((*bh, head_dim), "float32"),
         "seqlen": (bh, "int32"),
         "used": ((RUNGS,), "int32"),
         "slab_count": ((RUNGS,), "int32"),

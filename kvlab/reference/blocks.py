@@ -379,12 +379,12 @@ def follow_ratios(
     with np.errstate(invalid="ignore", over="ignore"):
         keys = np.abs(k.astype(np.float32) - mean)
         for of_queries, of_key in zip(queries, keys, strict=True):
-            size, asked = of_key[:, :half] + of_key[:, half:], np.zeros((heads, half), np.float32)
+            size, of_query = of_key[:, :half] + of_key[:, half:], np.zeros((heads, half), np.float32)
             for i in range(of_queries.shape[1]):
-                asked += of_queries[:, i, :half]
-                asked += of_queries[:, i, half:]
-            counts = (size > 0) & (size < np.inf) & (asked > 0) & (asked < np.inf)
-            now = (size.view(np.int32) >> 15) - (asked.view(np.int32) >> 15)
+                of_query += of_queries[:, i, :half]
+                of_query += of_queries[:, i, half:]
+            counts = (size > 0) & (size < np.inf) & (of_query > 0) & (of_query < np.inf)
+            now = (size.view(np.int32) >> 15) - (of_query.view(np.int32) >> 15)
             change = np.clip(now, -MOST_RATIO, MOST_RATIO) - ratios
             change = np.where((change >= JUMP) & (of_queries.shape[1] > 1), change, change >> 3)
             ratios += np.where(counts, change, 0).astype(np.int16)

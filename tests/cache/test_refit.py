@@ -146,10 +146,13 @@ def test_a_shift_rises_as_that_of_first_tokens_is_found(seed: int, power: int) -
     factor = 2.0 ** (power * rng.standard_normal(DIM // 2) / 2)
     q, k = ((x * np.tile(by, 2)).astype(np.float32) for x, by in ((q, 1 / factor), (k, factor)))
     k[:4], mean = 0, np.zeros((HEADS, DIM), np.float16)
-    asked, ratios = np.zeros((HEADS, DIM), np.float32), np.zeros((HEADS, DIM // 2), np.int16)
-    add_queries(asked, q)
+    query_sums, ratios = np.zeros((HEADS, DIM), np.float32), np.zeros((HEADS, DIM // 2), np.int16)
+    add_queries(query_sums, q)
     follow_ratios(ratios, q, k, mean.astype(np.float32))
-    found, wanted = further_shift(ratios, np.zeros((HEADS, DIM // 2), np.uint8)), key_shift(k, mean, asked)
+    found, wanted = (
+        further_shift(ratios, np.zeros((HEADS, DIM // 2), np.uint8)),
+        key_shift(k, mean, query_sums),
+    )
     orders = 2 * np.log2(factor / np.sort(factor)[(DIM // 2 - 1) // 2])
     inside = (np.abs(orders - np.log2(9)) > 0.4) & (1 - np.abs((orders + 1) % 2 - 1) > 0.4)
     assert np.array_equal(found[:, inside], np.minimum(wanted, 10)[:, inside])
@@ -184,11 +187,11 @@ def test_ratios_follow_a_line_between_powers_of_2() -> None:
         found = np.zeros((HEADS, DIM // 2))
         for t in range(30):
             sizes = np.abs(k[t].astype(np.float64) - mean).reshape(HEADS, 2, -1).sum(1)
-            asked = np.abs(q[t].astype(np.float64)).reshape(HEADS, -1, 2, DIM // 2).sum((1, 2))
+            query_sums = np.abs(q[t].astype(np.float64)).reshape(HEADS, -1, 2, DIM // 2).sum((1, 2))
             with np.errstate(invalid="ignore"):
-                lines = [256 * (np.frexp(x)[1] - 2 + 2 * np.frexp(x)[0]) for x in (sizes, asked)]
+                lines = [256 * (np.frexp(x)[1] - 2 + 2 * np.frexp(x)[0]) for x in (sizes, query_sums)]
                 change = (np.floor(lines[0]) - np.floor(lines[1]) - found) / 8
-            counts = np.isfinite(sizes) & np.isfinite(asked) & (sizes > 0) & (asked > 0)
+            counts = np.isfinite(sizes) & np.isfinite(query_sums) & (sizes > 0) & (query_sums > 0)
             found = np.where(counts, found + rounding(np.where(counts, change, 0)), found)
         return found
 

@@ -482,15 +482,15 @@ def freeze(device: Any, dtype: str, part: list[np.ndarray], first: int, before: 
 
 
 def frame_of(
-    store: LayerFormat, k: np.ndarray, v: np.ndarray, asked: np.ndarray, factor: np.ndarray
+    store: LayerFormat, k: np.ndarray, v: np.ndarray, query_sums: np.ndarray, factor: np.ndarray
 ) -> dict[str, np.ndarray]:
     """The frame of a row from its first keys and values, (tokens, HEADS, head_dim), by names of tables."""
     exponent = exponent_of(k) if store.in_blocks else None
     mean = key_mean(k, exponent, narrow=store.is_narrow, factor=factor)
-    shift = key_shift(k, mean, asked, exponent)
+    shift = key_shift(k, mean, query_sums, exponent)
     found = {"k_mean": mean, "k_shift": shift}
     if exponent is not None:
-        order = key_order(k, mean, asked, exponent)
+        order = key_order(k, mean, query_sums, exponent)
         gain = key_gain(k, mean, shift, order, exponent)
         found |= {"exponent": np.stack([exponent, exponent_of(v)], 1), "k_order": order, "k_gain": gain}
     return found
@@ -539,11 +539,11 @@ def test_freeze_means(dtype: str, parts: tuple[int, ...], bits: str) -> None:
                 assert np.array_equal(positions[row, before:], np.arange(first, first + steps))
             if goes:
                 tokens = np.flatnonzero(valid[row])[:LAST]
-                asked = np.zeros((HEADS, 64), np.float32)
-                add_queries(asked, q[row, tokens[ASKING:]])
-                assert np.array_equal(tables["asked"][row], asked)
+                query_sums = np.zeros((HEADS, 64), np.float32)
+                add_queries(query_sums, q[row, tokens[ASKING:]])
+                assert np.array_equal(tables["query_sums"][row], query_sums)
                 keys, values = (x[row, tokens].astype(np.float32) for x in (k, v))
-                for name, wanted in frame_of(store, keys, values, asked, factor).items():
+                for name, wanted in frame_of(store, keys, values, query_sums, factor).items():
                     assert np.array_equal(tables[name][row], wanted), name
                 assert np.flatnonzero(tables["k_shift"][row, 1]).tolist() == [3]
             waits[row] &= not goes

@@ -31,13 +31,13 @@ def keys(rng: np.random.Generator, n: int, head_dim: int, dtype: str = "float16"
     return k.astype(np.float16).astype(np.float32) if dtype == "float16" else k.astype(np.float32)
 
 
-def frame_of(k: NDArray[np.float32], asked: NDArray[np.float32] | None = None) -> KeyFrame:
+def frame_of(k: NDArray[np.float32], query_sums: NDArray[np.float32] | None = None) -> KeyFrame:
     row = k[:, None]
-    asked = np.zeros((1, k.shape[1]), np.float32) if asked is None else asked[None]
+    query_sums = np.zeros((1, k.shape[1]), np.float32) if query_sums is None else query_sums[None]
     exponent = exponent_of(row)
     mean = key_mean(row, exponent)
-    shift = key_shift(row, mean, asked, exponent)
-    order = key_order(row, mean, asked, exponent)
+    shift = key_shift(row, mean, query_sums, exponent)
+    order = key_order(row, mean, query_sums, exponent)
     gain = key_gain(row, mean, shift, order, exponent)
     return KeyFrame(mean[0], shift[0], int(exponent[0]), order[0], gain[0])
 
@@ -60,9 +60,9 @@ def test_every_bit_of_a_code_has_a_place_of_its_own(profile: tuple[int, ...], he
 @given(SEEDS, st.sampled_from(HEAD_DIMS), st.sampled_from(["float16", "bfloat16", "float32"]))
 def test_products_with_queries_are_those_of_raw_keys(seed: int, head_dim: int, dtype: str) -> None:
     rng = np.random.default_rng(seed)
-    k, asked = keys(rng, 80, head_dim), rng.random(head_dim, dtype=np.float32)
+    k, query_sums = keys(rng, 80, head_dim), rng.random(head_dim, dtype=np.float32)
     k[:, [3, 3 + head_dim // 2]] *= 64  # a large pair
-    frame = frame_of(k, asked)
+    frame = frame_of(k, query_sums)
     assert frame.shift.any()
     z = rotate_in_blocks(k, frame, "float32")
     query, product = blocks.query_in_blocks(q := rng.standard_normal((5, head_dim)), frame)

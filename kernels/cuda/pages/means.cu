@@ -147,8 +147,8 @@ __device__ void add_queries(const Freeze& call, const WaitingTokens& waiting, in
 #pragma unroll 1
     for (int i = threadIdx.x; i < s.heads * HEAD_DIM; i += THREADS) {
         const int head = i / HEAD_DIM, channel = i - head * HEAD_DIM;
-        float* const asked = s.asked + (u64)waiting.first_bh * HEAD_DIM + i;
-        float sum = *asked;
+        float* const sums = s.query_sums + (u64)waiting.first_bh * HEAD_DIM + i;
+        float sum = *sums;
 #pragma unroll 2
         for (int token = max(ASKING, num_waiting); token < end; ++token) {
             const u16* q = call.q + row * call.q_batch + listed[token - num_waiting] * call.q_step +
@@ -156,7 +156,7 @@ __device__ void add_queries(const Freeze& call, const WaitingTokens& waiting, in
 #pragma unroll 4
             for (int g = 0; g < group; ++g) sum += fabsf(raw_value(q[g * call.q_head]));
         }
-        *asked = sum;
+        *sums = sum;
     }
     __syncthreads();  // all of them are there
 }
@@ -179,7 +179,7 @@ struct Blocks {
     double energies[AT_ONCE][HEAD_DIM / 2];
     double sums[AT_ONCE][4];
     u32 largest[AT_ONCE][2];
-    int has_asked[AT_ONCE];
+    int has_queries[AT_ONCE];
     u8 shifts[AT_ONCE][HEAD_DIM / 2], order[AT_ONCE][HEAD_DIM / 2];
 };
 
@@ -196,11 +196,11 @@ __device__ __forceinline__ void order_pair(Blocks<AT_ONCE>& blocks, int h, int p
 
 // The energy of a pair of channels: of its keys, times that of its queries.
 template <int AT_ONCE>
-__device__ __forceinline__ double energy_of(const Blocks<AT_ONCE>& blocks, int h, int pair, double asked,
+__device__ __forceinline__ double energy_of(const Blocks<AT_ONCE>& blocks, int h, int pair, double query,
                                             double other) {
-    const bool asks = blocks.has_asked[h];
+    const bool asks = blocks.has_queries[h];
     const double keys = __dadd_rn(blocks.squares[h][pair], blocks.squares[h][pair + HEAD_DIM / 2]);
-    const double queries = asks ? __dadd_rn(__dmul_rn(asked, asked), __dmul_rn(other, other)) : 2.;
+    const double queries = asks ? __dadd_rn(__dmul_rn(query, query), __dmul_rn(other, other)) : 2.;
     const double energy = __dmul_rn(keys, queries);
     return energy < INFINITE ? energy : 0.;  // one that is no number neither
 }
@@ -271,7 +271,7 @@ __device__ void take_frames(const Freeze& call, const WaitingTokens& waiting, in
         };
 #if IN_BLOCKS
         if (threadIdx.x < 2 * AT_ONCE) blocks.largest[threadIdx.x / 2][threadIdx.x % 2] = 0;
-        if (threadIdx.x < AT_ONCE) blocks.has_asked[threadIdx.x] = 0;
+        if (threadIdx.x < AT_ONCE) blocks.has_queries[threadIdx.x] = 0;
         __syncthreads();  // nothing is the largest yet
         if (there) {
             const u16* const k = n.k + row * n.k_batch + head * n.k_head + channel;
@@ -288,7 +288,7 @@ __device__ void take_frames(const Freeze& call, const WaitingTokens& waiting, in
             }
             atomicMax(&blocks.largest[h][KEYS], of_keys);
             atomicMax(&blocks.largest[h][VALUES], of_values);
-            if (s.asked[at] > 0.f) blocks.has_asked[h] = 1;
+            if (s.query_sums[at] > 0.f) blocks.has_queries[h] = 1;
         }
         __syncthreads();  // the largest elements are known
         const int exponent = there ? side_exponent(blocks.largest[h][KEYS]) : 0;
@@ -314,7 +314,7 @@ __device__ void take_frames(const Freeze& call, const WaitingTokens& waiting, in
             double size = 0.;
 #pragma unroll 4
             for (int token = FIRST; token < end; ++token) size += fabs(key(token) - mean);
-            sizes[h][channel] = size, energies[h][channel] = s.asked[at];
+            sizes[h][channel] = size, energies[h][channel] = s.query_sums[at];
 #if IN_BLOCKS
             double squares = 0.;
 #pragma unroll 4

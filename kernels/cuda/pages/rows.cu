@@ -241,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS, 1) take_rows(const _
         if (part) continue;
         for (int i = lane; i < call.head_dim; i += 32) {
             const u64 to = (u64)bh * call.head_dim + i, from = (u64)source * call.head_dim + i;
-            s.k_mean[to] = f.k_mean[from], s.asked[to] = f.asked[from];
+            s.k_mean[to] = f.k_mean[from], s.query_sums[to] = f.query_sums[from];
         }
         for (int i = lane; i < call.head_dim / 2; i += 32) {
             const u64 to = (u64)bh * call.head_dim / 2 + i, from = (u64)source * call.head_dim / 2 + i;

@@ -40,7 +40,7 @@ struct LayerState {
     u8* k_order;            // [num_bh][HEAD_DIM / 2]: rotary pairs in order; see pages/profiles.cuh
     float* k_gain;          // [num_bh][KEY_BLOCKS]: what blocks are multiplied by, of 11 significant bits
     short* k_ratio;         // [num_bh][HEAD_DIM / 2], there alone: what frames are fitted to; see refit.cuh
-    float* asked;       // [num_bh][HEAD_DIM]: magnitudes of queries so far, of rows that wait; see means.cu
+    float* query_sums;  // [num_bh][HEAD_DIM]: magnitudes of queries so far, of rows that wait; see means.cu
     int* waits;         // [batch]: 1 while the tokens of a row wait for the mean of its keys
     int* open;          // [num_bh][OPEN_PAGES]: entries that take the next tokens in order, or -1
     int* seqlen;        // [num_bh]: time steps so far, equal for all bh

@@ -210,8 +210,8 @@ def follow_ratios(ratios, q, k, mean, valid, most, jump):
                         sizes[1, i] += abs(query[i])
                         sizes[1, i] += abs(query[half + i])
                 for i in range(half):
-                    size, asked = sizes[0, i], sizes[1, i]
-                    if 0 < size < infinite and 0 < asked < infinite:
+                    size, energy = sizes[0, i], sizes[1, i]
+                    if 0 < size < infinite and 0 < energy < infinite:
                         now = (np.int64(lines[0, i]) >> 15) - (np.int64(lines[1, i]) >> 15)
                         ratio = np.int64(ratios[row, head, i])
                         change = min(max(now, -most), most) - ratio
