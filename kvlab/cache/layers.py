@@ -70,7 +70,7 @@ class LayerFormat:
         cost = [self.page_bytes(r) for r in range(len(self.ladder))]
         return plan.Ladder((0,) * self.evicts + tuple(cost), tuple(map(loss_of, self.whole_ladder)))
 
-    @property
+    @cached_property
     def is_narrow(self) -> bool:
         """Whether there is no width of 8 for keys, so that means are those of `key_mean(narrow=True)`."""
         return all(rung.blocks != (8,) * 4 for rung in self.ladder)

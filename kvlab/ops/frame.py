@@ -297,8 +297,8 @@ def key_order(
 ) -> NDArray[np.uint8]:
     """Return the rotary pairs in order, (Hkv, D / 2), where keys are kept in blocks.
 
-    Pairs i and i + D / 2 are sorted by the energy of their keys times that of their queries, squares of what
-    `query_sums` has summed; a quarter of them is a block (`kvlab.pages.placed_channels`). Arguments are those of
+    Pairs i and i + D / 2 are sorted by the energy of their keys times that of their queries, squares of
+    `query_sums`; a quarter of them is a block (`kvlab.pages.placed_channels`). Arguments are those of
     `key_shift`.
 
     Examples

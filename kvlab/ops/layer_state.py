@@ -57,18 +57,8 @@ ROWS = {"all": 0, "waiting": 1, "others": 2}
 """Which rows an append serves."""
 
 MOVED = (
-    "rung",
-    "count",
-    "index",
-    "base",
-    "num_pages",
-    *FRAME,
-    "k_ratio",
-    "query_sums",
-    "waits",
-    "open",
-    "seqlen",
-)
+    "rung", "count", "index", "base", "num_pages", *FRAME, "k_ratio", "query_sums", "waits", "open", "seqlen",
+)  # fmt: skip
 """Tables that say what a row holds; all of them lie before `used` in the memory of tables."""
 
 _STRIDES = ("k_batch", "k_step", "k_head", "v_batch", "v_step", "v_head")

@@ -185,7 +185,7 @@ def test_contents_that_do_not_fit(small, tmp_path, change):
         lambda d, a: a["0.k_mean"].fill(np.nan),
         lambda d, a: a["0.k_mean"].fill(np.inf),
         lambda d, a: a["0.k_shift"].fill(15),
-        lambda d, a: d["layers"][0].update(room=-1),
+        lambda d, a: d["layers"][0].update(lookahead=-1),
         lambda d, a: d["layers"][0].pop("without_holes"),
         lambda d, a: a["0.pool4"].fill(255),  # positions of the window
         lambda d, a: a["0.open"].fill(60),
