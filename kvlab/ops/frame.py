@@ -33,14 +33,14 @@ from kvlab.pages import of_channels, placed_channels
 __all__ = [
     "ASKING",
     "BLOCKS",
-    "FEWEST",
+    "MIN_TOKENS",
     "FIRST",
     "FITTED_TO",
     "FRAME",
     "FRAME_OF_BLOCKS",
     "LAST",
-    "LEAST_EXPONENT",
-    "MOST_SHIFT",
+    "MIN_EXPONENT",
+    "MAX_SHIFT",
     "STEADY_OVER",
     "add_queries",
     "awaiting",
@@ -65,29 +65,29 @@ FIRST, LAST = 4, 64
 No more than a page takes: a prompt in parts of 64 under a tight budget cannot wait for more of them, and the
 mean is to be the same however a prompt is cut.
 """
-FEWEST = 16
+MIN_TOKENS = 16
 """With fewer tokens than this the mean stays 0, and so do the shifts."""
 ASKING = 48
 """The first of these tokens whose queries count, too."""
-LEAST, LEAST_ALONE = 9, 64
+MIN_RATIO, MIN_RATIO_ALONE = 9, 64
 """From which ratio on a pair is large, with queries and without; its power of 2 is next to the root."""
 STEADY_OVER = 2048
 """Over how many tokens, at least, a mean is to hold: see `mean_factors`."""
-_LEAST_SEEN = 0.15
-MOST_SHIFT = 14
+_MIN_SEEN = 0.15
+MAX_SHIFT = 14
 """The least power of 2 that float16 has with all its bits is 2**-14."""
 FITTED_TO = 16
 """The newest tokens of a prefill that frames are fitted to."""
-MOST_RATIO, JUMP = 16 << 8, 7 << 8
+MAX_RATIO, JUMP = 16 << 8, 7 << 8
 """Two bounds of `kvlab.reference.blocks.follow_ratios`."""
-LEAST_GROWN, LEAST_AGAIN = 800, 640
+MIN_GROWN, MIN_AGAIN = 800, 640
 """From which difference on a pair is large, 9 times, and one that has a shift, 5.7 times."""
-MOST_FURTHER = 10
+MAX_FURTHER = 10
 """By how much a shift rises at a time."""
 BLOCKS = 4
 """Blocks of channels of keys where a ladder has profiles."""
-_GAIN, _LEAST_RATIO = 16.0, 2.0**-8
-LEAST_EXPONENT = -100
+_GAIN, _MIN_GAIN_RATIO = 16.0, 2.0**-8
+MIN_EXPONENT = -100
 """Nothing is multiplied by more than 2**100."""
 _USUAL = range(-4, 12)
 """Exponents of the largest element for which a head has none."""
@@ -107,7 +107,7 @@ def exponent_of(x: NDArray[np.float32], last: int = LAST) -> NDArray[np.int8]:
     largest = np.where(sizes < np.inf, sizes, 0).max((0, 2), initial=0)
     exponent = np.frexp(largest)[1] - 1
     usual = (largest == 0) | ((exponent >= _USUAL.start) & (exponent < _USUAL.stop))
-    return np.where(usual, 0, np.maximum(exponent, LEAST_EXPONENT)).astype(np.int8)
+    return np.where(usual, 0, np.maximum(exponent, MIN_EXPONENT)).astype(np.int8)
 
 
 def key_mean(
@@ -139,7 +139,7 @@ def key_mean(
     array([[3., 3.]], dtype=float16)
     """
     sample = k[FIRST:last].astype(np.float64)
-    mean = sample.mean(0) if len(sample) >= FEWEST else np.zeros(k.shape[1:])
+    mean = sample.mean(0) if len(sample) >= MIN_TOKENS else np.zeros(k.shape[1:])
     mean = mean if factor is None else mean * factor.astype(np.float64)
     if narrow:
         first = k[:1].astype(np.float64).sum(0)  # 0 if there is none
@@ -177,7 +177,7 @@ def mean_factors(turns: Sequence[float], head_dim: int, length: int) -> NDArray[
 
     seen = part(LAST - FIRST)
     ratio = part(length) * np.cos((length - FIRST - LAST) * half) / np.where(seen == 0, 1, seen)
-    kept = np.where(np.abs(seen) > _LEAST_SEEN, np.clip(ratio, 0, 1), 0)
+    kept = np.where(np.abs(seen) > _MIN_SEEN, np.clip(ratio, 0, 1), 0)
     factors = np.ones(head_dim, np.float32)
     factors[: 2 * len(half)] = np.tile(np.rint(256 * kept) / 256, 2)
     return factors
@@ -213,7 +213,7 @@ def key_shift(
     """Return by how many binary orders (Hkv, D / 2) the rotary pairs of a row's keys are scaled down.
 
     A pair of channels i and i + D / 2, which RoPE rotates into each other, is as large as its keys without
-    their mean, over its queries. One that is `LEAST` times the median or more is multiplied, and its queries
+    their mean, over its queries. One that is `MIN_RATIO` times the median or more is multiplied, and its queries
     divided, by the power of 2 that brings it next to the median. Keys alone cannot tell which channels
     matter: without queries only those above 16 times the median are brought down, to twice it.
 
@@ -239,7 +239,7 @@ def key_shift(
     array([[0, 3, 0, 0]], dtype=uint8)
     """
     sample, (heads, head_dim) = k[FIRST:last].astype(np.float64), k.shape[1:]
-    if len(sample) < FEWEST:
+    if len(sample) < MIN_TOKENS:
         return np.zeros((heads, head_dim // 2), np.uint8)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         sizes = np.abs(sample - _scaled(mean.astype(np.float64), exponent, 1)).sum(0)
@@ -250,9 +250,9 @@ def key_shift(
         size = np.where(size < np.inf, size, np.inf)
         ratio = size / np.sort(size)[:, (head_dim // 2 - 1) // 2, None]
         ratio = np.where(has_queries, ratio, ratio * ratio / 4)
-        large = (ratio >= np.where(has_queries, LEAST, LEAST_ALONE)) & (ratio < np.inf)
+        large = (ratio >= np.where(has_queries, MIN_RATIO, MIN_RATIO_ALONE)) & (ratio < np.inf)
     orders = np.frexp(2 * np.where(large, ratio, 1))[1] - 1  # half of them, to the nearest
-    return np.where(large, np.minimum(orders >> 1, MOST_SHIFT), 0).astype(np.uint8)
+    return np.where(large, np.minimum(orders >> 1, MAX_SHIFT), 0).astype(np.uint8)
 
 
 def further_shift(ratios: NDArray[np.int16], shift: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -260,7 +260,7 @@ def further_shift(ratios: NDArray[np.int16], shift: NDArray[np.uint8]) -> NDArra
 
     As in `key_shift` a pair is large if its ratio, here in the frame that the row has, is 9 times the median
     or more; 5.7 times are enough for a pair that has a shift, since a mean that is on its way gives less than
-    what is to come. It is brought next to the median, by at most `MOST_FURTHER` orders at a time.
+    what is to come. It is brought next to the median, by at most `MAX_FURTHER` orders at a time.
 
     Examples
     --------
@@ -273,8 +273,8 @@ def further_shift(ratios: NDArray[np.int16], shift: NDArray[np.uint8]) -> NDArra
     old = shift.astype(np.int64)
     grown = ratios - (old << 9)
     grown -= np.sort(grown, axis=-1)[..., (half - 1) // 2, None]
-    most = np.minimum(MOST_SHIFT - old, MOST_FURTHER)
-    large = grown >= np.where(old > 0, LEAST_AGAIN, LEAST_GROWN)
+    most = np.minimum(MAX_SHIFT - old, MAX_FURTHER)
+    large = grown >= np.where(old > 0, MIN_AGAIN, MIN_GROWN)
     return np.where(large, np.minimum(grown + 256 >> 9, most), 0).astype(np.uint8)
 
 
@@ -311,7 +311,7 @@ def key_order(
     sample, (heads, head_dim) = k[FIRST:last], k.shape[1:]
     half = head_dim // 2
     energy = np.zeros((heads, half))
-    if len(sample) >= FEWEST:
+    if len(sample) >= MIN_TOKENS:
         queries = np.square(query_sums.astype(np.float64))
         queries = np.where((query_sums > 0).any(1, keepdims=True), queries, 1)
         size = _sizes(sample, mean, exponent)
@@ -344,7 +344,7 @@ def key_gain(
     """
     heads, head_dim = k.shape[1:]
     sample, each = k[FIRST:last], head_dim // BLOCKS
-    few = len(sample) < FEWEST
+    few = len(sample) < MIN_TOKENS
     sample = k[:LAST] if few else sample
     down = of_channels(shift).astype(int) + (0 if exponent is None else exponent.astype(int)[:, None])
     size = np.ldexp(_sizes(sample, mean, exponent), -2 * down)
@@ -356,8 +356,8 @@ def key_gain(
             sums = np.repeat(np.cumsum(sums, axis=1)[:, -1:] / BLOCKS, BLOCKS, axis=1)
         squares = np.ldexp(sums / max(len(sample) * each, 1), log - (log + 1) // 2 * 2)
         ratio = np.sqrt(np.where(squares < np.inf, squares, 0))
-        gain = _GAIN / np.maximum(ratio, ratio.max(1, keepdims=True) * _LEAST_RATIO)
-    part, power = np.frexp(np.where(gain <= 2.0**-LEAST_EXPONENT, gain, 1))
+        gain = _GAIN / np.maximum(ratio, ratio.max(1, keepdims=True) * _MIN_GAIN_RATIO)
+    part, power = np.frexp(np.where(gain <= 2.0**-MIN_EXPONENT, gain, 1))
     return np.ldexp(part.astype(np.float16).astype(np.float32), power)
 
 
@@ -366,10 +366,10 @@ def check_frames(tables: dict[str, NDArray[Any]]) -> None:
     gain, order = tables["k_gain"], tables["k_order"]
     if not np.isfinite(tables["k_mean"]).all():
         raise ValueError("k_mean is not finite")
-    if (tables["k_shift"] > MOST_SHIFT).any():
-        raise ValueError(f"k_shift is not within 0 to {MOST_SHIFT}")
-    if (tables["exponent"] < LEAST_EXPONENT).any():
-        raise ValueError(f"exponent is below {LEAST_EXPONENT}")
+    if (tables["k_shift"] > MAX_SHIFT).any():
+        raise ValueError(f"k_shift is not within 0 to {MAX_SHIFT}")
+    if (tables["exponent"] < MIN_EXPONENT).any():
+        raise ValueError(f"exponent is below {MIN_EXPONENT}")
     if (np.sort(order) != np.arange(order.shape[-1])).any():
         raise ValueError("k_order does not have every rotary pair once")
     if not ((gain > 0) & (gain < np.inf)).all() or (gain.view(np.uint32) & 0x1FFF).any():

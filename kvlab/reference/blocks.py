@@ -83,7 +83,7 @@ codes: where it is far larger than the others, as that of the first key of a tex
 it would be clipped."""
 MORE_CHANNELS = {64: np.float32(1), 128: np.float32(0.82), 192: np.float32(0.73), 256: np.float32(0.68)}
 """By head_dim, what `GUESS` is multiplied by: of more elements the largest says less."""
-MOST_RATIO, JUMP = 16 << 8, 7 << 8
+MAX_RATIO, JUMP = 16 << 8, 7 << 8
 """Of `follow_ratios`: 16 and 7 binary orders, in 256ths."""
 WEIGHTS = np.array([8, 2, 1, 1])
 """What an error in each block counts."""
@@ -385,6 +385,6 @@ def follow_ratios(
                 of_query += of_queries[:, i, half:]
             counts = (size > 0) & (size < np.inf) & (of_query > 0) & (of_query < np.inf)
             now = (size.view(np.int32) >> 15) - (of_query.view(np.int32) >> 15)
-            change = np.clip(now, -MOST_RATIO, MOST_RATIO) - ratios
+            change = np.clip(now, -MAX_RATIO, MAX_RATIO) - ratios
             change = np.where((change >= JUMP) & (of_queries.shape[1] > 1), change, change >> 3)
             ratios += np.where(counts, change, 0).astype(np.int16)

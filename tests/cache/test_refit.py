@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.ops.cpu.refit import fit_frames
-from kvlab.ops.frame import LEAST_AGAIN, LEAST_GROWN, MOST_SHIFT, add_queries, further_shift, key_shift
+from kvlab.ops.frame import MIN_AGAIN, MIN_GROWN, MAX_SHIFT, add_queries, further_shift, key_shift
 from kvlab.reference.blocks import BLOCKS, follow_ratios, refit_codes
 from tests.strategies import SEEDS
 
@@ -164,8 +164,8 @@ def test_shifts_stay_within_their_bounds() -> None:
     while (further := further_shift(ratios, at)).any():
         at += further
         rises.append(int(further.max()))
-    assert rises == [10, MOST_SHIFT - 10]
-    for old, least, rise in ((0, LEAST_GROWN, 2), (1, LEAST_AGAIN, 1), (MOST_SHIFT, LEAST_AGAIN, 0)):
+    assert rises == [10, MAX_SHIFT - 10]
+    for old, least, rise in ((0, MIN_GROWN, 2), (1, MIN_AGAIN, 1), (MAX_SHIFT, MIN_AGAIN, 0)):
         ratios[3], at = least - 1 + 512 * old, np.full(DIM // 2, 0, np.uint8)
         at[3] = old
         assert not further_shift(ratios, at).any()

@@ -259,12 +259,12 @@ def fed_to_gpu(size: int) -> tuple[MixedPrecisionCache, np.ndarray, float]:
 def test_parts_give_the_mean_and_accuracy_of_one_shot_on_a_gpu(kernels: Kernels, size: int) -> None:
     _, mean, at_once = fed_to_gpu(LENGTH)
     cache, _, in_parts = fed_to_gpu(size)
-    assert in_parts <= MOST * at_once
+    assert in_parts <= MAX_COST * at_once
     assert np.array_equal(cache.pages(0).k_mean[0], mean)
 
 
 PREFILL, SCORED, CHUNK = 640, 512, 64
-MOST = 1.2
+MAX_COST = 1.2
 """Divergence after a prefill in parts against that after one shot, of any size of part."""
 
 
@@ -308,4 +308,4 @@ def test_parts_of_a_real_prefill_take_equal_bytes_and_cost_little(
     heads = measured.model.config.num_hidden_layers * measured.model.config.num_key_value_heads
     assert abs(nbytes_in_parts - nbytes) <= page * heads
     assert 0 < at_once < 0.02
-    assert kl <= MOST * at_once
+    assert kl <= MAX_COST * at_once

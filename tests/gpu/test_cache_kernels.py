@@ -24,7 +24,7 @@ from kvlab.ops.frame import (
     FRAME,
     FRAME_OF_BLOCKS,
     LAST,
-    MOST_SHIFT,
+    MAX_SHIFT,
     add_queries,
     exponent_of,
     key_gain,
@@ -349,7 +349,7 @@ def test_append(head_dim: int, top: tuple[str, ...], dtype: str, steps: int) -> 
     device = device_store(",".join(top), head_dim, dtype)
     store, rng = device.stores[0], np.random.default_rng(steps)
     if store.in_blocks:  # shifts at their bound cannot rise: tests/gpu/test_cache_refit.py lets others do
-        device.tables["k_shift"][...] = MOST_SHIFT
+        device.tables["k_shift"][...] = MAX_SHIFT
     layout, pairs = store.layouts[-1], BATCH * HEADS
     start = (1 << 16) - 2 if steps == 5 else 900
     slab = device.slab[0] // UNIT

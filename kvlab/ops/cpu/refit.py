@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from kvlab.arrays import CudaView
 from kvlab.ops.cpu.layer import HostLayer, array_at, vectors_of, view_at
-from kvlab.ops.frame import BLOCKS, FITTED_TO, JUMP, LEAST_AGAIN, LEAST_GROWN, MOST_RATIO, further_shift
+from kvlab.ops.frame import BLOCKS, FITTED_TO, JUMP, MIN_AGAIN, MIN_GROWN, MAX_RATIO, further_shift
 from kvlab.ops.layer_state import UNIT
 from kvlab.pages import PageLayout, first_bits, named_pages, of_channels, placed_channels
 
@@ -33,9 +33,9 @@ def fit_frames(layer: HostLayer, q: Any, k: Any, valid: NDArray[np.bool_]) -> No
     if exponent.any():
         mean = np.ldexp(mean, exponent.astype(np.int32))
     q, k = (np.ascontiguousarray(x, np.float32) for x in (q, k))
-    rules = np.int64(MOST_RATIO), np.int64(JUMP)
+    rules = np.int64(MAX_RATIO), np.int64(JUMP)
     cache_write.follow_ratios(ratios, q, k, mean, np.ascontiguousarray(valid), *rules)
-    if cache_write.has_grown(ratios, shift, np.int64(LEAST_GROWN), np.int64(LEAST_AGAIN)):
+    if cache_write.has_grown(ratios, shift, np.int64(MIN_GROWN), np.int64(MIN_AGAIN)):
         further = further_shift(ratios, shift) * ~layer.waits[:, None, None]
         for row, head in np.argwhere(further.any(-1)):
             _refit_pages(layer, (int(row), int(head)), further[row, head])
