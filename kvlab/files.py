@@ -37,7 +37,7 @@ __all__ = [
     "write_whole",
 ]
 
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 MAX_HEADER = 64 << 20
 _NAMES = {"uint8": "U8", "uint16": "U16", "uint32": "U32", "int32": "I32", "int64": "I64", "float16": "F16"}
 _NAMES |= {"bfloat16": "BF16", "float32": "F32", "bool": "BOOL", "int8": "I8", "int16": "I16"}
@@ -159,7 +159,7 @@ def _parse(data: bytes) -> tuple[dict[str, Any], Arrays]:
     if description["version"] != FORMAT_VERSION:
         raise FormatError(
             f"format version {description['version']}; this kvlab reads version {FORMAT_VERSION} alone: "
-            "fill a cache with the text again, and save that"
+            "fill a cache with the text again, or measure frames again, and save that"
         )
     return description, arrays
 

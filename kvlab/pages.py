@@ -41,6 +41,8 @@ __all__ = [
     "encode_importance",
     "named_pages",
     "new_pool",
+    "of_channels",
+    "placed_channels",
     "prepared_frames",
     "profile_names",
     "read_tokens",
@@ -379,7 +381,7 @@ def prepared_frames(
     k_order: NDArray[np.uint8] | None = None,
     k_gain: NDArray[np.float32] | None = None,
 ) -> Any:
-    """Return frames of keys, (..., head_dim), as kernels take them: a `steps.Frames` of the CPU's.
+    """Return frames of keys, (..., tables of one), as kernels take them: a `steps.Frames` of the CPU's.
 
     Without `k_order` and `k_gain` keys are not kept in blocks.
     """
@@ -390,11 +392,37 @@ def prepared_frames(
     down = np.ones((len(mean), 2), np.float32)
     if exponent is not None:
         down[...] = np.ldexp(down, -exponent.reshape(-1, 2).astype(np.int32))
-    order = np.empty(0, np.uint8) if k_order is None else np.ascontiguousarray(k_order).reshape(-1)
+    order = np.empty(0, np.uint8) if k_order is None else placed_channels(k_order).reshape(-1)
     gain = np.empty(0, np.float32) if k_gain is None else np.ascontiguousarray(k_gain).reshape(-1)
     frames = Frames(sums, most, powers.reshape(-1), np.empty(len(mean), np.bool_), down, order, gain)
-    prepare_frames(mean, np.ascontiguousarray(k_shift).reshape(mean.shape), frames)
+    prepare_frames(mean, of_channels(k_shift).reshape(mean.shape), frames)
     return frames
+
+
+def of_channels(of_pairs: NDArray[Any]) -> NDArray[Any]:
+    """Return by channel, (..., head_dim), what a frame has by rotary pair: channels i and i + head_dim / 2.
+
+    Examples
+    --------
+    >>> of_channels(np.array([3, 0]))
+    array([3, 0, 3, 0])
+    """
+    return np.concatenate([of_pairs, of_pairs], axis=-1)
+
+
+def placed_channels(k_order: NDArray[Any]) -> NDArray[Any]:
+    """Return the channel at each place of keys in blocks, (..., head_dim), of rotary pairs in order.
+
+    A block, a quarter of the pairs, has their channels i before their channels i + head_dim / 2.
+
+    Examples
+    --------
+    >>> placed_channels(np.array([6, 7, 2, 3, 0, 1, 4, 5]))
+    array([ 6,  7, 14, 15,  2,  3, 10, 11,  0,  1,  8,  9,  4,  5, 12, 13])
+    """
+    half = k_order.shape[-1]
+    pairs = k_order.reshape(*k_order.shape[:-1], 4, half // 4)
+    return np.concatenate([pairs, pairs + half], axis=-1).reshape(*k_order.shape[:-1], 2 * half)
 
 
 def write_tokens(
@@ -512,14 +540,15 @@ class LayerPages:
     k_mean : float16, (batch, num_heads_kv, head_dim)
     dtype : {"float16", "bfloat16", "float32"}
         Of the cache.
-    k_shift : uint8, (batch, num_heads_kv, head_dim), optional
+    k_shift : uint8, (batch, num_heads_kv, head_dim / 2), optional
         With `k_mean` the frame of keys: below width 16 they are stored as
-        H((k / 2**exponent - k_mean) / 2**k_shift). Zeros if left out.
+        H((k / 2**exponent - k_mean) / 2**k_shift), channels i and i + head_dim / 2, a rotary pair, with one
+        shift. Zeros if left out.
     exponent : int8, (batch, num_heads_kv, 2), optional
         Packed keys, and packed values, are divided by 2 to that. Zeros if left out.
-    k_order : uint8, (batch, num_heads_kv, head_dim), k_gain : float32, (batch, num_heads_kv, 4)
-        Where K has profiles: the channel at each place, and what blocks are multiplied by. Channels as they
-        are and ones if left out.
+    k_order : uint8, (batch, num_heads_kv, head_dim / 2), k_gain : float32, (batch, num_heads_kv, 4)
+        Where K has profiles: rotary pairs in the order of their blocks (`placed_channels`), and what blocks
+        are multiplied by. Pairs as they are and ones if left out.
 
     Raises
     ------
@@ -571,9 +600,9 @@ class LayerPages:
         pairs = self.num_pages.shape
         frame: dict[str, tuple[Any, ...]] = {
             "k_mean": ("float16", (self.head_dim,), None),
-            "k_shift": ("uint8", (self.head_dim,), 0),
+            "k_shift": ("uint8", (self.head_dim // 2,), 0),
             "exponent": ("int8", (2,), 0),
-            "k_order": ("uint8", (self.head_dim,), np.arange(self.head_dim)),
+            "k_order": ("uint8", (self.head_dim // 2,), np.arange(self.head_dim // 2)),
             "k_gain": ("float32", (4,), 1),
         }
         for name, (dtype, own, usual) in frame.items():

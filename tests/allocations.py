@@ -10,7 +10,7 @@ import pytest
 
 from kvlab.errors import OutOfMemory
 
-MOST = 100
+MAX_ALLOCATIONS = 100
 
 
 def fail_everywhere(
@@ -23,7 +23,7 @@ def fail_everywhere(
 
     `unchanged` must hold after each failure. When no allocation is left to fail, the work is done.
     """
-    for failing in range(MOST):
+    for failing in range(MAX_ALLOCATIONS):
         left = failing
         with pytest.MonkeyPatch.context() as patch:
 
@@ -47,4 +47,4 @@ def fail_everywhere(
                 assert left >= 0, "an allocation failed and nobody noticed"
                 return failing
         unchanged()
-    raise AssertionError(f"more than {MOST} allocations")
+    raise AssertionError(f"more than {MAX_ALLOCATIONS} allocations")

@@ -27,7 +27,7 @@ __all__ = ["Arrays", "check_sizes", "contents_of", "fill"]
 
 Arrays = dict[str, NDArray[Any]]
 _TABLES = {"rung": np.uint8, "count": np.uint8, "base": np.uint16}
-_COUNTERS = ("seqlen", "since_collection", "room", "dropped")
+_COUNTERS = ("seqlen", "since_collection", "lookahead", "dropped")
 
 
 def contents_of(cache: DeviceCache) -> tuple[list[dict[str, Any]], Arrays]:
@@ -35,21 +35,23 @@ def contents_of(cache: DeviceCache) -> tuple[list[dict[str, Any]], Arrays]:
 
     Arrays of layer i are named "i.num_pages", "i.k_mean", "i.k_shift", "i.has_mean", "i.open" and, for each
     entry of the page tables, "i.rung", "i.count", "i.base"; "i.pool0" and so on are the pages of each rung,
-    behind those of the ladder a rung for tokens that wait. "i.asked" has the rows of which tokens wait, and
-    "i.k_ratio" what frames are fitted to.
+    behind those of the ladder a rung for tokens that wait. "i.query_sums" has the rows of which tokens wait,
+    and "i.k_ratio" what frames are fitted to.
     """
     store, states, arrays = cache.store, [], Arrays()
     cache.flush(cache.executor.stream(cache.like))
     for number in range(len(cache.layers)):
         counters = (x[number] for x in (cache.lengths, cache.since, cache.lookahead, cache.dropped))
-        states.append(dict(zip(_COUNTERS, counters, strict=True)) | {"tidy": cache.reallocator.without_holes})
+        states.append(
+            dict(zip(_COUNTERS, counters, strict=True)) | {"without_holes": cache.reallocator.without_holes}
+        )
         tables = {name: store.executor.to_host(table[number]) for name, table in store.tables.items()}
         live, named = np.arange(store.entries) < tables["num_pages"][..., None], named_pages(tables)
         arena = store.executor.to_host(store.arenas[number]).reshape(-1, UNIT)
         index = tables["index"].view(np.uint32).astype(np.int64)
         mine: Arrays = {name: tables[name] for name in ("num_pages", *FRAME, "k_ratio", "open")}
         mine["has_mean"] = tables["waits"] == 0
-        mine["asked"] = tables["asked"][awaiting(mine["has_mean"], tables["num_pages"])]
+        mine["query_sums"] = tables["query_sums"][awaiting(mine["has_mean"], tables["num_pages"])]
         for name, dtype in _TABLES.items():
             mine[name] = tables[name].view(dtype)[live]
         for r, layout in enumerate(store.layouts(number)):
@@ -103,7 +105,7 @@ def fill(cache: DeviceCache, states: list[dict[str, Any]], arrays: Arrays) -> No
         cache.waiting.set(number, waits, np.where(waits, held, 0), length)
     if arrays:
         raise FormatError(f"unknown entries {sorted(arrays)[:3]}")
-    cache.reallocator.restart(without_holes=all(bool(state["tidy"]) for state in states))
+    cache.reallocator.restart(without_holes=all(bool(state["without_holes"]) for state in states))
 
 
 def _laid_out(
@@ -132,7 +134,7 @@ def _laid_out(
     for name, dtype in {**FRAME, "k_ratio": "int16"}.items():
         tables[name][...] = take(name, dtype, tables[name].shape)
     waiting = awaiting(has_mean, num_pages)
-    tables["asked"][waiting] = take("asked", "float32", (int(waiting.sum()), heads, store.head_dim))
+    tables["query_sums"][waiting] = take("query_sums", "float32", (int(waiting.sum()), heads, store.head_dim))
     row, head, entry = np.nonzero(live)
     waits, is_open = ~has_mean[row] & (entry < WAITING_PAGES), (opened[row, head] == entry[:, None]).any(1)
     named = (count > 0) | waits | is_open  # others are fillers

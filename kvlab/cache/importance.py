@@ -46,12 +46,12 @@ UpdateFunction = Callable[[Floats | None, Floats, Ints, int], NDArray[np.floatin
 tokens seen for the first time `previous` is None.
 """
 Importance = str | UpdateFunction
-MOST_TOKENS = 64
+MAX_TOKENS = 64
 """Tokens that one collection of attention mass stands for at most: the query rows of which it is the mean."""
-SPAN = 2 * MOST_TOKENS
+SPAN = 2 * MAX_TOKENS
 """Age in tokens up to which only the newest of such collections counts."""
-_MOST_LAYERS = 8
-_MOST_BYTES = 24 << 20  # what stays in the second-level cache of a large GPU until it is read
+_MAX_LAYERS = 8
+_MAX_BYTES = 24 << 20  # what stays in the second-level cache of a large GPU until it is read
 POLICIES = {
     "attention": "mass",
     "forecast": "mass",
@@ -74,7 +74,7 @@ def weight_of_collection(decay: float, tokens: int) -> tuple[float, int]:
     Parameters
     ----------
     decay : float
-        Weight of the old score of an old token after `MOST_TOKENS` tokens.
+        Weight of the old score of an old token after `MAX_TOKENS` tokens.
     tokens : int
         Tokens since the last collection.
 
@@ -88,8 +88,8 @@ def weight_of_collection(decay: float, tokens: int) -> tuple[float, int]:
     >>> weight_of_collection(0.81, 64), weight_of_collection(0.81, 32)
     ((0.18999999999999995, 128), (0.09999999999999998, 64))
     """
-    tokens = max(min(tokens, MOST_TOKENS), 1)
-    return 1 - decay ** (tokens / MOST_TOKENS), SPAN * tokens // MOST_TOKENS
+    tokens = max(min(tokens, MAX_TOKENS), 1)
+    return 1 - decay ** (tokens / MAX_TOKENS), SPAN * tokens // MAX_TOKENS
 
 
 def observed_by(importance: Importance) -> str:
@@ -222,4 +222,4 @@ class Collector:
 
     def _group(self, num_new: int) -> int:
         nbytes = max(math.prod(self.shape(num_new)), 1)  # 0 in an empty batch
-        return max(1, min(_MOST_LAYERS, len(self._store.stores), _MOST_BYTES // nbytes))
+        return max(1, min(_MAX_LAYERS, len(self._store.stores), _MAX_BYTES // nbytes))

@@ -70,7 +70,7 @@ class LayerFormat:
         cost = [self.page_bytes(r) for r in range(len(self.ladder))]
         return plan.Ladder((0,) * self.evicts + tuple(cost), tuple(map(loss_of, self.whole_ladder)))
 
-    @property
+    @cached_property
     def is_narrow(self) -> bool:
         """Whether there is no width of 8 for keys, so that means are those of `key_mean(narrow=True)`."""
         return all(rung.blocks != (8,) * 4 for rung in self.ladder)
@@ -90,8 +90,8 @@ class LayerFormat:
     @cached_property
     def fixed_nbytes(self) -> int:
         """Bytes that a row takes without any page: number of pages, key frame and ratios of each head."""
-        frame = 3 * self.head_dim + (2 * self.head_dim + 16 + 2) * self.in_blocks
-        return self.num_heads_kv * (4 + frame)
+        half = self.head_dim // 2
+        return self.num_heads_kv * (4 + 5 * half + (3 * half + 16 + 2) * self.in_blocks)
 
     @cached_property
     def waiting_nbytes(self) -> int:

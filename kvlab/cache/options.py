@@ -49,7 +49,7 @@ __all__ = [
 Rotary = Sequence[float] | Sequence[Sequence[float]] | None
 DTYPES = ("float16", "bfloat16", "float32")
 _ON_GPU = {"dtype": ("float16", "bfloat16"), "head_dim": (64, 80, 96, 128, 256)}
-_LEAST = {
+_MINIMUM = {
     "num_layers": 1,
     "num_heads_q": 1,
     "num_heads_kv": 1,
@@ -147,7 +147,7 @@ class CacheOptions:
     rotary: Rotary = None
 
     def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
+        for name, least in _MINIMUM.items():
             setattr(self, name, whole_number(getattr(self, name), name, least, LONGEST))
         if self.num_heads_q % self.num_heads_kv:
             raise ValueError(
@@ -288,7 +288,7 @@ def row_numbers(rows: Array, batch: int, keep_size: bool = False) -> NDArray[np.
 # ---- the byte budget ---------------------------------------------------------------------------------------
 
 _UNITS = {"bpe": (16, "bits per element"), "%": (100, "per cent of float16's bytes")}
-MOST_FRACTION = 16
+MAX_FRACTION = 16
 """Larger ones were meant as bytes: pages of 32 bits take twice those of float16, open pages little more."""
 
 
@@ -343,9 +343,9 @@ def parse_budget(budget: float | int | str | None) -> Budget:
         return Budget(nbytes=nbytes)
     if not 0 < fraction < float("inf"):
         raise ValueError(f"budget={budget!r} must be positive and finite")
-    if fraction > MOST_FRACTION:
+    if fraction > MAX_FRACTION:
         raise ValueError(
-            f"budget={budget!r} is a fraction of float16's bytes; no cache takes {MOST_FRACTION} times as "
+            f"budget={budget!r} is a fraction of float16's bytes; no cache takes {MAX_FRACTION} times as "
             "many. Write a number of bytes as a whole number or with a unit: 500_000, '6GiB'"
         )
     return Budget(fraction=fraction)

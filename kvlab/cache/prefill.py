@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import CudaView, dtype_name
-from kvlab.cache.importance import MOST_TOKENS, UpdateFunction, ask
+from kvlab.cache.importance import MAX_TOKENS, UpdateFunction, ask
 from kvlab.cache.reallocation import PendingWrite
 from kvlab.cache.waiting import Merged, merged_tokens, put_new
 from kvlab.ops.attention import attention, attention_varlen
@@ -59,7 +59,7 @@ def step(
     if new.length:
         received = _attend_stored(cache, layer, q, query, (out, lse), valid, collects, new.stream, **rules)
     if observed:
-        cache.kernels.score_new(query, views[0], lse, codes, rows=MOST_TOKENS, stream=new.stream, **rules)
+        cache.kernels.score_new(query, views[0], lse, codes, rows=MAX_TOKENS, stream=new.stream, **rules)
         _ask_function(cache, layer, codes, valid)
     else:
         cache.kernels.score_norms(k, codes, cache.settings.importance, new.stream)
@@ -243,7 +243,7 @@ def _attend_stored(
 
 def _observed_rows(cache: DeviceCache, num_new: int) -> tuple[slice, bool]:
     """Query rows of a prefill that are observed, and whether these are its last ones without a gap."""
-    last = min(num_new, MOST_TOKENS)
+    last = min(num_new, MAX_TOKENS)
     nbytes = math.prod(cache.collector.shape(last)) // last
     most = min(max(MIN_ROWS, MAX_SCORE_NBYTES // max(nbytes, 1)), cache.calls.max_query_tokens)
     apart = -(-last // max(min(last, most), 1))

@@ -127,7 +127,7 @@ class Runner(CacheOptions):
         return out
 
     def _step(self, layer: int, q: Any, k: Any, v: Any, scale: float, softcap: float, valid: Any) -> Any:
-        asked, executor = q, self._executor
+        given, executor = q, self._executor
         valid = None if valid is None else executor.taken_mask(valid)
         q, k, v = executor.taken(q, "q", ""), *self._taken(k, v, valid)
         device, views, mask = self._ready(layer, {"q": q, "k": k, "v": v}, valid)
@@ -145,7 +145,7 @@ class Runner(CacheOptions):
         else:
             with translated_out_of_memory(f"a step of {num_new} tokens"):
                 out = prefill.step(device, layer, [q, k, v], views, valid, scale, softcap)
-        return executor.given(out, asked)
+        return executor.given(out, given)
 
     def _taken(self, k: Any, v: Any, valid: Any) -> list[Any]:
         """New keys and values as the executor takes them."""
@@ -199,14 +199,14 @@ class Runner(CacheOptions):
             Of the kind and dtype of `q`.
         """
         layer, (scale, softcap) = self._layer(layer), self._scores(scale, softcap)
-        asked, q = q, self._executor.taken(q, "q", "")
+        given, q = q, self._executor.taken(q, "q", "")
         device, (view,), _ = self._ready(layer, {"q": q}, None)
         if view.shape[1] == 0:
             out: Any = self._executor.empty(view.shape, view.dtype, q)
         else:
             with translated_out_of_memory(f"attention with {view.shape[1]} queries a row"):
                 out = device.attend(layer, q, scale, softcap)
-        found: ArrayT = self._executor.given(out, asked)
+        found: ArrayT = self._executor.given(out, given)
         return found
 
     def decode(

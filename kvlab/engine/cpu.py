@@ -195,18 +195,18 @@ class CpuExecutor:
 
     def _product(self, matrix: Matrix, x: Floats) -> Floats:
         """Multiply tokens with a matrix and add its bias; rows as they are packed, padding included."""
-        from kvlab.numba_kernels.cpu.decoder import MOST_TOKENS, multiply
+        from kvlab.numba_kernels.cpu.decoder import MAX_TOKENS, multiply
 
         (tiles, blocks), code = matrix.packed.shape[:2], 0 if self._kind == np.float16 else 1
         packed = matrix.packed.reshape(-1).view(np.uint16)
         y = np.empty((len(x), tiles * 16), np.float32)
-        for first in range(0, len(x), MOST_TOKENS):
-            part = x[first : first + MOST_TOKENS]
+        for first in range(0, len(x), MAX_TOKENS):
+            part = x[first : first + MAX_TOKENS]
             quads = part.reshape(len(part), -1, 2, 1, 2)  # c, c + 1 | c + 2, c + 3, each for rows g and g + 8
             spread = np.ascontiguousarray(np.broadcast_to(quads, (*quads.shape[:3], 2, 2))).reshape(-1)
             run_parallel(
                 multiply, np.zeros(1, np.int64), packed, tiles, blocks, code, spread, len(part),
-                y[first : first + MOST_TOKENS], alone=len(part) * packed.size < _WORTH_SHARING,
+                y[first : first + MAX_TOKENS], alone=len(part) * packed.size < _WORTH_SHARING,
             )  # fmt: skip
         return y if matrix.bias is None else y + matrix.bias
 

@@ -28,17 +28,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlab.pages import of_channels, placed_channels
+
 __all__ = [
     "ASKING",
     "BLOCKS",
-    "FEWEST",
+    "MIN_TOKENS",
     "FIRST",
     "FITTED_TO",
     "FRAME",
     "FRAME_OF_BLOCKS",
     "LAST",
-    "LEAST_EXPONENT",
-    "MOST_SHIFT",
+    "MIN_EXPONENT",
+    "MAX_SHIFT",
     "STEADY_OVER",
     "add_queries",
     "awaiting",
@@ -63,27 +65,29 @@ FIRST, LAST = 4, 64
 No more than a page takes: a prompt in parts of 64 under a tight budget cannot wait for more of them, and the
 mean is to be the same however a prompt is cut.
 """
-FEWEST = 16
+MIN_TOKENS = 16
 """With fewer tokens than this the mean stays 0, and so do the shifts."""
 ASKING = 48
 """The first of these tokens whose queries count, too."""
-LEAST, LEAST_ALONE = 9, 64
+MIN_RATIO, MIN_RATIO_ALONE = 9, 64
 """From which ratio on a pair is large, with queries and without; its power of 2 is next to the root."""
 STEADY_OVER = 2048
 """Over how many tokens, at least, a mean is to hold: see `mean_factors`."""
-_LEAST_SEEN = 0.15
-MOST_SHIFT = 14
+_MIN_SEEN = 0.15
+MAX_SHIFT = 14
 """The least power of 2 that float16 has with all its bits is 2**-14."""
 FITTED_TO = 16
 """The newest tokens of a prefill that frames are fitted to."""
-MOST_RATIO, JUMP, LEAST_GROWN = 16 << 8, 7 << 8, 800
-"""Two bounds of `kvlab.reference.blocks.follow_ratios`; from which difference on a pair is large: 9 times."""
-MOST_FURTHER = 10
+MAX_RATIO, JUMP = 16 << 8, 7 << 8
+"""Two bounds of `kvlab.reference.blocks.follow_ratios`."""
+MIN_GROWN, MIN_AGAIN = 800, 640
+"""From which difference on a pair is large, 9 times, and one that has a shift, 5.7 times."""
+MAX_FURTHER = 10
 """By how much a shift rises at a time."""
 BLOCKS = 4
 """Blocks of channels of keys where a ladder has profiles."""
-_GAIN, _LEAST_RATIO = 16.0, 2.0**-8
-LEAST_EXPONENT = -100
+_GAIN, _MIN_GAIN_RATIO = 16.0, 2.0**-8
+MIN_EXPONENT = -100
 """Nothing is multiplied by more than 2**100."""
 _USUAL = range(-4, 12)
 """Exponents of the largest element for which a head has none."""
@@ -103,7 +107,7 @@ def exponent_of(x: NDArray[np.float32], last: int = LAST) -> NDArray[np.int8]:
     largest = np.where(sizes < np.inf, sizes, 0).max((0, 2), initial=0)
     exponent = np.frexp(largest)[1] - 1
     usual = (largest == 0) | ((exponent >= _USUAL.start) & (exponent < _USUAL.stop))
-    return np.where(usual, 0, np.maximum(exponent, LEAST_EXPONENT)).astype(np.int8)
+    return np.where(usual, 0, np.maximum(exponent, MIN_EXPONENT)).astype(np.int8)
 
 
 def key_mean(
@@ -135,7 +139,7 @@ def key_mean(
     array([[3., 3.]], dtype=float16)
     """
     sample = k[FIRST:last].astype(np.float64)
-    mean = sample.mean(0) if len(sample) >= FEWEST else np.zeros(k.shape[1:])
+    mean = sample.mean(0) if len(sample) >= MIN_TOKENS else np.zeros(k.shape[1:])
     mean = mean if factor is None else mean * factor.astype(np.float64)
     if narrow:
         first = k[:1].astype(np.float64).sum(0)  # 0 if there is none
@@ -173,7 +177,7 @@ def mean_factors(turns: Sequence[float], head_dim: int, length: int) -> NDArray[
 
     seen = part(LAST - FIRST)
     ratio = part(length) * np.cos((length - FIRST - LAST) * half) / np.where(seen == 0, 1, seen)
-    kept = np.where(np.abs(seen) > _LEAST_SEEN, np.clip(ratio, 0, 1), 0)
+    kept = np.where(np.abs(seen) > _MIN_SEEN, np.clip(ratio, 0, 1), 0)
     factors = np.ones(head_dim, np.float32)
     factors[: 2 * len(half)] = np.tile(np.rint(256 * kept) / 256, 2)
     return factors
@@ -190,26 +194,26 @@ def _scaled(x: NDArray[np.float64], exponent: NDArray[np.int8] | None, sign: int
     return scaled
 
 
-def add_queries(asked: NDArray[np.float32], q: NDArray[Any]) -> None:
-    """Add the sizes of queries (m, Hq, D) to `asked` (Hkv, D), one after the other."""
-    heads, head_dim = asked.shape
+def add_queries(query_sums: NDArray[np.float32], q: NDArray[Any]) -> None:
+    """Add the sizes of queries (m, Hq, D) to `query_sums` (Hkv, D), one after the other."""
+    heads, head_dim = query_sums.shape
     sizes = np.abs(q.astype(np.float32)).reshape(len(q), heads, q.shape[1] // heads, head_dim)
     for of_token in sizes:
         for i in range(sizes.shape[2]):
-            asked += of_token[:, i]
+            query_sums += of_token[:, i]
 
 
 def key_shift(
     k: NDArray[np.float32],
     mean: NDArray[np.float16],
-    asked: NDArray[np.float32],
+    query_sums: NDArray[np.float32],
     exponent: NDArray[np.int8] | None = None,
     last: int = LAST,
 ) -> NDArray[np.uint8]:
-    """Return by how many binary orders (Hkv, D) the channels of a row's keys are scaled down.
+    """Return by how many binary orders (Hkv, D / 2) the rotary pairs of a row's keys are scaled down.
 
     A pair of channels i and i + D / 2, which RoPE rotates into each other, is as large as its keys without
-    their mean, over its queries. One that is `LEAST` times the median or more is multiplied, and its queries
+    their mean, over its queries. One that is `MIN_RATIO` times the median or more is multiplied, and its queries
     divided, by the power of 2 that brings it next to the median. Keys alone cannot tell which channels
     matter: without queries only those above 16 times the median are brought down, to twice it.
 
@@ -219,7 +223,7 @@ def key_shift(
         As for `key_mean`.
     mean : (Hkv, D) float16
         What it returned.
-    asked : (Hkv, D) float32
+    query_sums : (Hkv, D) float32
         What `add_queries` has added up for tokens `ASKING` to `LAST - 1`; 0 without queries.
     exponent : (Hkv,) int8, optional
     last : int
@@ -230,47 +234,48 @@ def key_shift(
     >>> k = np.random.default_rng(0).standard_normal((64, 1, 8), dtype=np.float32)
     >>> k[..., [1, 5]] *= 45
     >>> key_shift(k, key_mean(k), np.zeros((1, 8), np.float32))
-    array([[0, 4, 0, 0, 0, 4, 0, 0]], dtype=uint8)
+    array([[0, 4, 0, 0]], dtype=uint8)
     >>> key_shift(k, key_mean(k), np.ones((1, 8), np.float32))
-    array([[0, 3, 0, 0, 0, 3, 0, 0]], dtype=uint8)
+    array([[0, 3, 0, 0]], dtype=uint8)
     """
     sample, (heads, head_dim) = k[FIRST:last].astype(np.float64), k.shape[1:]
-    if len(sample) < FEWEST:
-        return np.zeros((heads, head_dim), np.uint8)
+    if len(sample) < MIN_TOKENS:
+        return np.zeros((heads, head_dim // 2), np.uint8)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         sizes = np.abs(sample - _scaled(mean.astype(np.float64), exponent, 1)).sum(0)
-        queries = asked.astype(np.float64)
+        queries = query_sums.astype(np.float64)
         size, energy = (x[:, : head_dim // 2] + x[:, head_dim // 2 :] for x in (sizes, queries))
         has_queries = (energy > 0).any(1, keepdims=True)
         size = np.where(has_queries, size / energy, size)
         size = np.where(size < np.inf, size, np.inf)
         ratio = size / np.sort(size)[:, (head_dim // 2 - 1) // 2, None]
         ratio = np.where(has_queries, ratio, ratio * ratio / 4)
-        large = (ratio >= np.where(has_queries, LEAST, LEAST_ALONE)) & (ratio < np.inf)
+        large = (ratio >= np.where(has_queries, MIN_RATIO, MIN_RATIO_ALONE)) & (ratio < np.inf)
     orders = np.frexp(2 * np.where(large, ratio, 1))[1] - 1  # half of them, to the nearest
-    return np.tile(np.where(large, np.minimum(orders >> 1, MOST_SHIFT), 0), 2).astype(np.uint8)
+    return np.where(large, np.minimum(orders >> 1, MAX_SHIFT), 0).astype(np.uint8)
 
 
 def further_shift(ratios: NDArray[np.int16], shift: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return by how many more binary orders (..., D) the channels of keys are scaled down than by `shift`.
+    """Return by how many binary orders (..., D / 2) more than by `shift` rotary pairs are scaled down.
 
     As in `key_shift` a pair is large if its ratio, here in the frame that the row has, is 9 times the median
-    or more. It is brought next to the median, by at most `MOST_FURTHER` orders at a time.
+    or more; 5.7 times are enough for a pair that has a shift, since a mean that is on its way gives less than
+    what is to come. It is brought next to the median, by at most `MAX_FURTHER` orders at a time.
 
     Examples
     --------
     >>> ratios = np.zeros(8, np.int16)
     >>> ratios[3] = 10 * 256
-    >>> further_shift(ratios, np.zeros(16, np.uint8))
-    array([0, 0, 0, 5, 0, 0, 0, 0, 0, 0, 0, 5, 0, 0, 0, 0], dtype=uint8)
+    >>> further_shift(ratios, np.zeros(8, np.uint8))
+    array([0, 0, 0, 5, 0, 0, 0, 0], dtype=uint8)
     """
     half = ratios.shape[-1]
-    old = shift[..., :half].astype(np.int64)
+    old = shift.astype(np.int64)
     grown = ratios - (old << 9)
     grown -= np.sort(grown, axis=-1)[..., (half - 1) // 2, None]
-    most = np.minimum(MOST_SHIFT - old, MOST_FURTHER)
-    further = np.where(grown >= LEAST_GROWN, np.minimum(grown + 256 >> 9, most), 0).astype(np.uint8)
-    return np.concatenate([further, further], axis=-1)
+    most = np.minimum(MAX_SHIFT - old, MAX_FURTHER)
+    large = grown >= np.where(old > 0, MIN_AGAIN, MIN_GROWN)
+    return np.where(large, np.minimum(grown + 256 >> 9, most), 0).astype(np.uint8)
 
 
 def _sizes(
@@ -286,35 +291,34 @@ def _sizes(
 def key_order(
     k: NDArray[np.float32],
     mean: NDArray[np.float16],
-    asked: NDArray[np.float32],
+    query_sums: NDArray[np.float32],
     exponent: NDArray[np.int8] | None = None,
     last: int = LAST,
 ) -> NDArray[np.uint8]:
-    """Return which channel stands at each place, (Hkv, D), where keys are kept in blocks.
+    """Return the rotary pairs in order, (Hkv, D / 2), where keys are kept in blocks.
 
-    Rotary pairs i and i + D / 2 are sorted by the energy of their keys times that of their queries, squares
-    of what `asked` has summed; a quarter of them is a block, the channels i before the channels i + D / 2.
-    Arguments are those of `key_shift`.
+    Pairs i and i + D / 2 are sorted by the energy of their keys times that of their queries, squares of
+    `query_sums`; a quarter of them is a block (`kvlab.pages.placed_channels`). Arguments are those of
+    `key_shift`.
 
     Examples
     --------
     >>> k = np.random.default_rng(0).standard_normal((64, 1, 16), dtype=np.float32)
     >>> k[..., [5, 13]] *= 9
-    >>> key_order(k, key_mean(k), np.ones((1, 16), np.float32))[0, :4]
-    array([ 5,  6, 13, 14], dtype=uint8)
+    >>> key_order(k, key_mean(k), np.ones((1, 16), np.float32))[0, :2]
+    array([5, 6], dtype=uint8)
     """
     sample, (heads, head_dim) = k[FIRST:last], k.shape[1:]
     half = head_dim // 2
     energy = np.zeros((heads, half))
-    if len(sample) >= FEWEST:
-        queries = np.square(asked.astype(np.float64))
-        queries = np.where((asked > 0).any(1, keepdims=True), queries, 1)
+    if len(sample) >= MIN_TOKENS:
+        queries = np.square(query_sums.astype(np.float64))
+        queries = np.where((query_sums > 0).any(1, keepdims=True), queries, 1)
         size = _sizes(sample, mean, exponent)
         with np.errstate(invalid="ignore", over="ignore"):
             energy = (size[:, :half] + size[:, half:]) * (queries[:, :half] + queries[:, half:])
         energy = np.where(energy < np.inf, energy, 0)
-    pairs = np.argsort(-energy, axis=1, kind="stable").reshape(heads, BLOCKS, half // BLOCKS)
-    return np.concatenate([pairs, pairs + half], axis=2).reshape(heads, head_dim).astype(np.uint8)
+    return np.argsort(-energy, axis=1, kind="stable").astype(np.uint8)
 
 
 def key_gain(
@@ -334,17 +338,17 @@ def key_gain(
     Examples
     --------
     >>> k = np.random.default_rng(0).standard_normal((64, 1, 64), dtype=np.float32)
-    >>> frame = key_mean(k), np.zeros((1, 64), np.uint8), np.arange(64, dtype=np.uint8)[None]
+    >>> frame = key_mean(k), np.zeros((1, 32), np.uint8), np.arange(32, dtype=np.uint8)[None]
     >>> key_gain(k, *frame)
-    array([[16.265625 , 15.4921875, 16.375    , 16.40625  ]], dtype=float32)
+    array([[16.25     , 16.375    , 16.09375  , 15.7734375]], dtype=float32)
     """
     heads, head_dim = k.shape[1:]
     sample, each = k[FIRST:last], head_dim // BLOCKS
-    few = len(sample) < FEWEST
+    few = len(sample) < MIN_TOKENS
     sample = k[:LAST] if few else sample
-    down = shift.astype(int) + (0 if exponent is None else exponent.astype(int)[:, None])
+    down = of_channels(shift).astype(int) + (0 if exponent is None else exponent.astype(int)[:, None])
     size = np.ldexp(_sizes(sample, mean, exponent), -2 * down)
-    placed = np.take_along_axis(size, order.astype(int), 1).reshape(heads, BLOCKS, each)
+    placed = np.take_along_axis(size, placed_channels(order).astype(int), 1).reshape(heads, BLOCKS, each)
     log = (each & -each).bit_length() - 1
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         sums = np.cumsum(placed, axis=2)[..., -1]  # one after the other
@@ -352,8 +356,8 @@ def key_gain(
             sums = np.repeat(np.cumsum(sums, axis=1)[:, -1:] / BLOCKS, BLOCKS, axis=1)
         squares = np.ldexp(sums / max(len(sample) * each, 1), log - (log + 1) // 2 * 2)
         ratio = np.sqrt(np.where(squares < np.inf, squares, 0))
-        gain = _GAIN / np.maximum(ratio, ratio.max(1, keepdims=True) * _LEAST_RATIO)
-    part, power = np.frexp(np.where(gain <= 2.0**-LEAST_EXPONENT, gain, 1))
+        gain = _GAIN / np.maximum(ratio, ratio.max(1, keepdims=True) * _MIN_GAIN_RATIO)
+    part, power = np.frexp(np.where(gain <= 2.0**-MIN_EXPONENT, gain, 1))
     return np.ldexp(part.astype(np.float16).astype(np.float32), power)
 
 
@@ -362,12 +366,12 @@ def check_frames(tables: dict[str, NDArray[Any]]) -> None:
     gain, order = tables["k_gain"], tables["k_order"]
     if not np.isfinite(tables["k_mean"]).all():
         raise ValueError("k_mean is not finite")
-    if (tables["k_shift"] > MOST_SHIFT).any():
-        raise ValueError(f"k_shift is not within 0 to {MOST_SHIFT}")
-    if (tables["exponent"] < LEAST_EXPONENT).any():
-        raise ValueError(f"exponent is below {LEAST_EXPONENT}")
+    if (tables["k_shift"] > MAX_SHIFT).any():
+        raise ValueError(f"k_shift is not within 0 to {MAX_SHIFT}")
+    if (tables["exponent"] < MIN_EXPONENT).any():
+        raise ValueError(f"exponent is below {MIN_EXPONENT}")
     if (np.sort(order) != np.arange(order.shape[-1])).any():
-        raise ValueError("k_order does not have every channel once")
+        raise ValueError("k_order does not have every rotary pair once")
     if not ((gain > 0) & (gain < np.inf)).all() or (gain.view(np.uint32) & 0x1FFF).any():
         raise ValueError("k_gain is not of positive numbers of 11 bits")
 

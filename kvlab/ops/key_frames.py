@@ -40,12 +40,12 @@ class KeyFrames:
     ----------
     k_mean : float16, (layers, num_heads_kv, head_dim)
         What is taken off keys, in units of 2**exponent.
-    k_shift : uint8, (layers, num_heads_kv, head_dim)
-        By how many binary orders channels are scaled down.
+    k_shift : uint8, (layers, num_heads_kv, head_dim / 2)
+        By how many binary orders rotary pairs, channels i and i + head_dim / 2, are scaled down.
     exponent : int8, (layers, num_heads_kv, 2)
         Keys, and values, are divided by 2 to that.
-    k_order : uint8, (layers, num_heads_kv, head_dim)
-        The channel at each place, where keys are kept in blocks.
+    k_order : uint8, (layers, num_heads_kv, head_dim / 2)
+        The rotary pairs in order, where keys are kept in blocks.
     k_gain : float32, (layers, num_heads_kv, 4)
         What blocks are multiplied by.
 
@@ -61,7 +61,7 @@ class KeyFrames:
     >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 80, 2, 64), dtype=np.float32)
     >>> frames = KeyFrames.measured([(q, k, v)])
     >>> frames.k_order.shape, frames.k_gain.shape
-    ((1, 2, 64), (1, 2, 4))
+    ((1, 2, 32), (1, 2, 4))
     """
 
     k_mean: NDArray[np.float16]
@@ -78,9 +78,9 @@ class KeyFrames:
         if self.k_mean.ndim != 3:
             raise ValueError(f"k_mean must be (layers, heads, head_dim), got shape {self.k_mean.shape}")
         layers, heads, head_dim = self.k_mean.shape
-        last = {"exponent": 2, "k_gain": 4}
+        last = {"k_mean": head_dim, "exponent": 2, "k_gain": 4}
         for name, dtype in FRAME.items():
-            table, shape = getattr(self, name), (layers, heads, last.get(name, head_dim))
+            table, shape = getattr(self, name), (layers, heads, last.get(name, head_dim // 2))
             if table.dtype != dtype or table.shape != shape:
                 raise ValueError(f"{name} must be {dtype} {shape}, got {table.dtype} {table.shape}")
         check_frames({name: getattr(self, name) for name in FRAME})
@@ -212,11 +212,11 @@ def frames_of_layer(
     """
     sinks, keys = k[0, :FIRST], k[:, FIRST:].reshape(-1, *k.shape[2:])
     sample, last = np.concatenate([sinks, keys]), len(sinks) + len(keys)
-    asked = np.zeros(k.shape[2:], np.float32)
-    add_queries(asked, q[:, FIRST:].reshape(-1, *q.shape[2:]))
+    query_sums = np.zeros(k.shape[2:], np.float32)
+    add_queries(query_sums, q[:, FIRST:].reshape(-1, *q.shape[2:]))
     exponent = exponent_of(sample, last), exponent_of(v.reshape(-1, *v.shape[2:]), v.size)
     mean = key_mean(sample, exponent[0], narrow=narrow, last=last)
-    shift = key_shift(sample, mean, asked, exponent[0], last)
-    order = key_order(sample, mean, asked, exponent[0], last)
+    shift = key_shift(sample, mean, query_sums, exponent[0], last)
+    order = key_order(sample, mean, query_sums, exponent[0], last)
     gain = key_gain(sample, mean, shift, order, exponent[0], last)
     return mean, shift, np.stack(exponent, axis=1), order, gain

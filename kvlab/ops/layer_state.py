@@ -37,7 +37,7 @@ RUNGS = 16
 _RUNG = np.dtype([("record", "u4"), ("per_slab", "u4"), ("bits_k", "u2"), ("bits_v", "u2"), ("tail", "u4")])
 POINTERS = (
     "arena", "rung", "count", "index", "base", "num_pages", "k_mean", "k_shift", "exponent", "k_order",
-    "k_gain", "k_ratio", "asked", "waits", "open", "seqlen", "used", "slab_count", "slabs", "free_slabs",
+    "k_gain", "k_ratio", "query_sums", "waits", "open", "seqlen", "used", "slab_count", "slabs", "free_slabs",
     "num_free", "entry_of", "slab_slot", "budget", "status", "waiting",
 )  # fmt: skip
 NUMBERS = (
@@ -56,7 +56,9 @@ OBSERVED = {"mass": 0, "norm": 1, "one": 2}
 ROWS = {"all": 0, "waiting": 1, "others": 2}
 """Which rows an append serves."""
 
-MOVED = ("rung", "count", "index", "base", "num_pages", *FRAME, "k_ratio", "asked", "waits", "open", "seqlen")
+MOVED = (
+    "rung", "count", "index", "base", "num_pages", *FRAME, "k_ratio", "query_sums", "waits", "open", "seqlen",
+)  # fmt: skip
 """Tables that say what a row holds; all of them lie before `used` in the memory of tables."""
 
 _STRIDES = ("k_batch", "k_step", "k_head", "v_batch", "v_step", "v_head")

@@ -229,7 +229,7 @@ def _check(q: Any, pages: Pages, softcap: float, keep_scores: int) -> int:
             "q": (q.shape, ("B", "Sq", "Hq", "D")),
             "pages.rung": (pages.rung.shape, ("B", "Hkv", "entries")),
             "pages.k_mean": (pages.k_mean.shape, ("B", "Hkv", head_dim)),
-            "pages.k_shift": (pages.k_shift.shape, ("B", "Hkv", head_dim)),
+            "pages.k_shift": (pages.k_shift.shape, ("B", "Hkv", head_dim // 2)),
         }
     )
     packed = [layout for layout in pages.layouts if layout.bits_k != 16]

@@ -232,9 +232,9 @@ def _shapes(
     table = (*bh, entries)
     frame = {
         "k_mean": ((*bh, head_dim), "float16"),
-        "k_shift": ((*bh, head_dim), "uint8"),
+        "k_shift": ((*bh, head_dim // 2), "uint8"),
         "exponent": ((*bh, 2 * in_blocks), "int8"),
-        "k_order": ((*bh, head_dim * in_blocks), "uint8"),
+        "k_order": ((*bh, head_dim // 2 * in_blocks), "uint8"),
         "k_gain": ((*bh, 4 * in_blocks), "float32"),
     }
     not_zero = FRAME if sizes.has_frames else ("k_order", "k_gain")
@@ -253,7 +253,7 @@ def _shapes(
         "num_pages": (bh, "int32"),
         **{name: frame[name] for name in FRAME if name not in not_zero},
         "k_ratio": ((*bh, head_dim // 2 * in_blocks), "int16"),
-        "asked": ((*bh, head_dim), "float32"),
+        "query_sums": ((*bh, head_dim), "float32"),
         "seqlen": (bh, "int32"),
         "used": ((RUNGS,), "int32"),
         "slab_count": ((RUNGS,), "int32"),

@@ -60,6 +60,7 @@ __all__ = [
     "decode_blocks",
     "encode_blocks",
     "guess_block_step",
+    "placed_channels",
     "profile_bits",
     "profile_words",
     "query_in_blocks",
@@ -82,7 +83,7 @@ codes: where it is far larger than the others, as that of the first key of a tex
 it would be clipped."""
 MORE_CHANNELS = {64: np.float32(1), 128: np.float32(0.82), 192: np.float32(0.73), 256: np.float32(0.68)}
 """By head_dim, what `GUESS` is multiplied by: of more elements the largest says less."""
-MOST_RATIO, JUMP = 16 << 8, 7 << 8
+MAX_RATIO, JUMP = 16 << 8, 7 << 8
 """Of `follow_ratios`: 16 and 7 binary orders, in 256ths."""
 WEIGHTS = np.array([8, 2, 1, 1])
 """What an error in each block counts."""
@@ -96,10 +97,26 @@ class KeyFrame(NamedTuple):
     """The frame of the keys of one (row, KV head)."""
 
     mean: NDArray[np.float16]  # (d,), of keys divided by 2**exponent
-    shift: NDArray[np.uint8]  # (d,)
+    shift: NDArray[np.uint8]  # (d / 2,), of rotary pairs
     exponent: int
-    order: NDArray[np.uint8]  # (d,), the channel at each place
+    order: NDArray[np.uint8]  # (d / 2,), rotary pairs
     gain: NDArray[np.float32]  # (4,), of 11 significant bits
+
+
+def placed_channels(order: NDArray[Any]) -> Int64:
+    """Return the channel at each place, (d,), of rotary pairs in order.
+
+    A block, a quarter of the pairs, has their channels i before their channels i + d / 2.
+
+    Examples
+    --------
+    >>> placed_channels(np.array([2, 0, 1, 3]))
+    array([2, 6, 0, 4, 1, 5, 3, 7])
+    """
+    half = len(order)
+    pairs = order.astype(np.int64).reshape(BLOCKS, -1)
+    channels: Int64 = np.hstack([pairs, pairs + half]).reshape(-1)
+    return channels
 
 
 class Run(NamedTuple):
@@ -159,17 +176,17 @@ def rotate_in_blocks(k: NDArray[np.float32], frame: KeyFrame, dtype: str) -> NDA
 
     Examples
     --------
-    >>> none = np.zeros(64, np.uint8)
-    >>> order, gain = np.arange(64, dtype=np.uint8), np.ones(4, np.float32)
-    >>> frame = KeyFrame(none.astype(np.float16), none, 0, order, gain)
+    >>> mean, shift = np.zeros(64, np.float16), np.zeros(32, np.uint8)
+    >>> frame = KeyFrame(mean, shift, 0, np.arange(32, dtype=np.uint8), np.ones(4, np.float32))
     >>> rotate_in_blocks(np.ones((1, 64), np.float32), frame, "float16")[0, ::16]
     array([4., 4., 4., 4.], dtype=float32)
     """
-    power = np.ldexp(np.float32(1), -frame.shift.astype(np.int32))
+    power = np.ldexp(np.float32(1), -np.tile(frame.shift, 2).astype(np.int32))
     with np.errstate(invalid="ignore"):
         scaled = widen(narrow(k * power, dtype), dtype)
     scaled, mean = np.ldexp(scaled, -frame.exponent), frame.mean.astype(np.float32) * power
-    sums = rotate_sums(scaled[:, frame.order], mean[frame.order], BLOCKS)
+    channels = placed_channels(frame.order)
+    sums = rotate_sums(scaled[:, channels], mean[channels], BLOCKS)
     return sums * np.repeat(frame.gain, k.shape[1] // BLOCKS)
 
 
@@ -178,9 +195,9 @@ def query_in_blocks(q: NDArray[np.floating[Any]], frame: KeyFrame) -> tuple[NDAr
 
     q . k = 2**exponent * (query . element + product), but for what is lost in codes.
     """
-    scaled = np.ldexp(np.asarray(q, np.float64), frame.shift.astype(np.int64))
+    scaled = np.ldexp(np.asarray(q, np.float64), np.tile(frame.shift, 2).astype(np.int64))
     n = q.shape[1] // BLOCKS
-    blocks = scaled[:, frame.order].reshape(len(q), BLOCKS, n) @ hadamard_matrix(n)
+    blocks = scaled[:, placed_channels(frame.order)].reshape(len(q), BLOCKS, n) @ hadamard_matrix(n)
     log = (n & -n).bit_length() - 1
     gain = frame.gain.astype(np.float64) * np.sqrt(0.5) ** (log % 2)
     return (blocks / gain[:, None]).reshape(len(q), -1), np.asarray(q, np.float64) @ frame.mean.astype(
@@ -312,21 +329,21 @@ def decode_blocks(codes: NDArray[Any], step: NDArray[np.uint8], profile: Profile
 def refit_codes(
     codes: NDArray[np.uint8], profile: Profile, order: NDArray[np.uint8], further: NDArray[np.uint8]
 ) -> NDArray[np.uint8]:
-    """Return the codes (n, head_dim), in order, of keys whose channels are scaled down by 2**further more.
+    """Return the codes (n, head_dim), in order, of keys with pairs scaled down by 2**further more.
 
-    A block without such a channel keeps its codes. Steps and gains stay: both take elements and channels by
+    A block without such a pair keeps its codes. Steps and gains stay: both take elements and channels by
     the same factor. Of two codes that are equally near the upper one counts.
 
     Examples
     --------
-    >>> order, further = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
-    >>> further[[0, 32]] = 5
+    >>> order, further = np.arange(32, dtype=np.uint8), np.zeros(32, np.uint8)
+    >>> further[[0, 16]] = 5
     >>> codes = np.full((1, 64), 200, np.uint8)  # elements are 145, all of the first channel of each block
     >>> refit_codes(codes, (8, 8, 8, 8), order, further)[0, ::16]
     array([130, 200, 130, 200], dtype=uint8)
     """
     n = codes.shape[1] // BLOCKS
-    placed, found = further[order].astype(np.int64), codes.copy()
+    placed, found = np.tile(further, 2)[placed_channels(order)].astype(np.int64), codes.copy()
     for block, width in enumerate(profile):
         own = slice(block * n, (block + 1) * n)
         if not width or not placed[own].any():
@@ -362,12 +379,12 @@ def follow_ratios(
     with np.errstate(invalid="ignore", over="ignore"):
         keys = np.abs(k.astype(np.float32) - mean)
         for of_queries, of_key in zip(queries, keys, strict=True):
-            size, asked = of_key[:, :half] + of_key[:, half:], np.zeros((heads, half), np.float32)
+            size, of_query = of_key[:, :half] + of_key[:, half:], np.zeros((heads, half), np.float32)
             for i in range(of_queries.shape[1]):
-                asked += of_queries[:, i, :half]
-                asked += of_queries[:, i, half:]
-            counts = (size > 0) & (size < np.inf) & (asked > 0) & (asked < np.inf)
-            now = (size.view(np.int32) >> 15) - (asked.view(np.int32) >> 15)
-            change = np.clip(now, -MOST_RATIO, MOST_RATIO) - ratios
+                of_query += of_queries[:, i, :half]
+                of_query += of_queries[:, i, half:]
+            counts = (size > 0) & (size < np.inf) & (of_query > 0) & (of_query < np.inf)
+            now = (size.view(np.int32) >> 15) - (of_query.view(np.int32) >> 15)
+            change = np.clip(now, -MAX_RATIO, MAX_RATIO) - ratios
             change = np.where((change >= JUMP) & (of_queries.shape[1] > 1), change, change >> 3)
             ratios += np.where(counts, change, 0).astype(np.int16)

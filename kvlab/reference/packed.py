@@ -57,7 +57,7 @@ def stored_tokens(pages: Any, row: int, head: int) -> list[tuple[Float64, Float6
             if layout.in_blocks:
                 k = k @ element_channels(pages, row, head)
             else:
-                k = k @ rotation * np.exp2(pages.k_shift[row, head].astype(np.float64))
+                k = k @ rotation * np.exp2(np.tile(pages.k_shift[row, head], 2).astype(np.float64))
             k = np.ldexp(k + pages.k_mean[row, head].astype(np.float64), exponent_k)
         if layout.v_coded:
             v = np.ldexp(v @ rotation * value_signs(layout.head_dim), exponent_v)
@@ -71,7 +71,7 @@ def element_channels(pages: Any, row: int, head: int) -> Float64:
         x[row, head] for x in (pages.k_mean, pages.k_shift, pages.k_order, pages.k_gain)
     )
     frame = KeyFrame(mean, shift, 0, order, gain)
-    query, _ = query_in_blocks(np.eye(len(order)), frame)
+    query, _ = query_in_blocks(np.eye(len(mean)), frame)
     return query.T
 
 

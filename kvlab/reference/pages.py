@@ -262,15 +262,16 @@ def rotate_keys(
 ) -> NDArray[np.float32]:
     """Rotate keys (n, head_dim) in their frame: divided by 2**shift, in the cache's dtype, and less the mean.
 
-    Before that, they are divided by 2**exponent, too.
+    Channels i and i + head_dim / 2, a rotary pair, have one shift, (head_dim / 2,). Keys are divided by
+    2**exponent, too.
 
     Examples
     --------
-    >>> k, shift = np.array([[9, 8, 0, 0]], np.float32), np.array([3, 3, 0, 0], np.uint8)
+    >>> k, shift = np.array([[9, 8, 0, 0]], np.float32), np.array([3, 3], np.uint8)
     >>> rotate_keys(k, np.zeros(4, np.float16), shift, "float16")
     array([[1.0625, 0.0625, 1.0625, 0.0625]], dtype=float32)
     """
-    power = np.ldexp(np.float32(1), -shift.astype(np.int32))
+    power = np.ldexp(np.float32(1), -np.tile(shift, 2).astype(np.int32))
     with np.errstate(invalid="ignore"):
         scaled = widen(narrow(k * power, dtype), dtype)
     return rotate(np.ldexp(scaled, -exponent), mean.astype(np.float32) * power)

@@ -14,7 +14,7 @@ from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.errors import BudgetError
 from kvlab.ladder import ERRORS
 from kvlab.ops.layer_state import WAITING_PAGES
-from kvlab.pages import read_tokens
+from kvlab.pages import of_channels, read_tokens
 from kvlab.reference.attention import attend_rows
 from kvlab.reference.codec import hadamard
 from kvlab.reference.pages import bit_address, value_signs
@@ -43,7 +43,7 @@ def held(cache, layer, row):
         head = listed.head[mine]
         k, v = read_tokens(pages.pools[r], rung, pages.dtype, listed.index[mine], listed.slot[mine])
         if rung.bits_k < 16:
-            k = np.ldexp(hadamard(k), pages.k_shift[row, head]) + pages.k_mean[row, head]
+            k = np.ldexp(hadamard(k), of_channels(pages.k_shift[row, head])) + pages.k_mean[row, head]
         v = v if rung.bits_v == 16 else hadamard(v) * value_signs(v.shape[1])
         for h, position, key, value in zip(head, listed.position[mine], k, v, strict=True):
             assert position not in found[h], "a token is stored twice"

@@ -187,10 +187,11 @@ def test_moves_are_those_of_tokens_one_by_one(
     rng, (bits, dim) = np.random.default_rng(seed), ladder
     driver = Driver(kernels, bits, dim, dtype, budget_of(bits, dim, dtype, sum(lengths), fraction))
     driver.store.tables["k_mean"][...] = rng.standard_normal((HEADS, dim))
-    driver.store.tables["k_shift"][...] = rng.integers(0, 15, (HEADS, dim)) * (rng.random((HEADS, 1)) < 0.7)
+    shifted = rng.random((HEADS, 1)) < 0.7
+    driver.store.tables["k_shift"][...] = rng.integers(0, 15, (HEADS, dim // 2)) * shifted
     if bits in IN_BLOCKS:
         driver.store.tables["exponent"][...] = rng.integers(-9, 9, (BATCH, HEADS, 2)) * (rng.random() < 0.5)
-        driver.store.tables["k_order"][...] = np.argsort(rng.random((BATCH, HEADS, dim)))
+        driver.store.tables["k_order"][...] = np.argsort(rng.random((BATCH, HEADS, dim // 2)))
         driver.store.tables["k_gain"][...] = np.exp2(rng.uniform(1, 9, (BATCH, HEADS, 4))).astype(np.float16)
     for n in lengths:
         assert np.array_equal(*driver.plan(driver.draw(rng, n)))

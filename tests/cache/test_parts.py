@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvlab.cache.options import parse_budget
 from kvlab.ladder import parse_bits
 from kvlab.ops.cpu.exact import attend_exact
-from kvlab.ops.frame import FEWEST, FIRST, LAST, key_mean
+from kvlab.ops.frame import MIN_TOKENS, FIRST, LAST, key_mean
 from kvlab.reference.attention import attend_rows, softmax_rows
 from kvlab.reference.importance import followed
 
@@ -79,7 +79,7 @@ def test_exact_attention_joins_other_keys():
 def test_key_mean():
     k = np.random.default_rng(1).standard_normal((100, 2, 16)).astype(np.float32) + 3
     np.testing.assert_array_equal(key_mean(k), k[FIRST:LAST].astype(np.float64).mean(0).astype(np.float16))
-    assert not key_mean(k[: FIRST + FEWEST - 1]).any()
+    assert not key_mean(k[: FIRST + MIN_TOKENS - 1]).any()
     k[50, 0, 3], k[50, 1, 4] = np.nan, 1e9
     mean = key_mean(k)
     assert (mean[0, 3], mean[1, 4]) == (0, 0)

@@ -61,13 +61,13 @@ def test_all_that_a_file_holds_of_pages_and_frames_counts(tmp_path, n, waiting, 
         cache.step(layer, q, k, v, valid=np.arange(n) >= np.array([[0], [min(n, 40)]]))
     cache.save(path)
     in_frames = ".k_mean", ".k_shift", ".exponent", ".k_order", ".k_gain", ".k_ratio"
-    counted = (".num_pages", *in_frames, ".asked")
+    counted = (".num_pages", *in_frames, ".query_sums")
     arrays = files.read(path)[1]
     tables = sum(8 * len(x) for name, x in arrays.items() if ".pool" in name)
     rest = sum(x.nbytes for name, x in arrays.items() if name.endswith(counted) or ".pool" in name)
     assert cache.nbytes == tables + rest
-    assert len(arrays["0.asked"]) == waiting, "those of other rows are not needed any more"
-    assert arrays["0.asked"].any() == (waiting > 0)
+    assert len(arrays["0.query_sums"]) == waiting, "those of other rows are not needed any more"
+    assert arrays["0.query_sums"].any() == (waiting > 0)
 
 
 def test_an_empty_cache_too(tmp_path):
@@ -164,7 +164,7 @@ def rewritten(path, change):
         lambda d, a: a.update({"0.pool0": a["0.pool0"][:1]}),
         lambda d, a: a.update({"0.k_mean": a["0.k_mean"].astype(np.float32)}),
         lambda d, a: a.update({"0.k_shift": a["0.k_shift"].astype(np.int32)}),
-        lambda d, a: a.pop("0.asked"),
+        lambda d, a: a.pop("0.query_sums"),
         lambda d, a: a.update({"extra": np.zeros(3, np.uint8)}),
     ],
 )
@@ -185,8 +185,8 @@ def test_contents_that_do_not_fit(small, tmp_path, change):
         lambda d, a: a["0.k_mean"].fill(np.nan),
         lambda d, a: a["0.k_mean"].fill(np.inf),
         lambda d, a: a["0.k_shift"].fill(15),
-        lambda d, a: d["layers"][0].update(room=-1),
-        lambda d, a: d["layers"][0].pop("tidy"),
+        lambda d, a: d["layers"][0].update(lookahead=-1),
+        lambda d, a: d["layers"][0].pop("without_holes"),
         lambda d, a: a["0.pool4"].fill(255),  # positions of the window
         lambda d, a: a["0.open"].fill(60),
         lambda d, a: a["0.open"].fill(-2),
@@ -247,8 +247,8 @@ def test_entries_behind_the_pages_of_waiting_tokens_name_none(tmp_path, opens):
 def test_files_of_other_versions_are_refused_by_their_number(small, tmp_path):
     path = tmp_path / "cache"
     path.write_bytes(small.read_bytes())
-    rewritten(path, lambda d, a: d.update(version=6))
-    with pytest.raises(FormatError, match="format version 6; this kvlab reads version 8 alone: fill a cache"):
+    rewritten(path, lambda d, a: d.update(version=8))
+    with pytest.raises(FormatError, match="format version 8; this kvlab reads version 9 alone: fill a cache"):
         MixedPrecisionCache.load(path)
 
 

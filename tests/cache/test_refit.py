@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.ops.cpu.refit import fit_frames
-from kvlab.ops.frame import LEAST_GROWN, MOST_SHIFT, add_queries, further_shift, key_shift
+from kvlab.ops.frame import MIN_AGAIN, MIN_GROWN, MAX_SHIFT, add_queries, further_shift, key_shift
 from kvlab.reference.blocks import BLOCKS, follow_ratios, refit_codes
 from tests.strategies import SEEDS
 
 LADDER = ("k4220v2", "k4422v2", "k8422v3", "k8444v4", 8)
 HEADS_Q, HEADS, DIM, PROMPT = 4, 2, 64, 300
 PAIRS = [3, 20]
-LARGE = [3, 20, 35, 52]
 
 
 def tokens(n: int, begin: int, factor: float, dim: int = DIM) -> list[np.ndarray]:
@@ -83,9 +82,9 @@ def test_channels_that_become_large_late_cost_little(
     fed(cache, large, parts)
     assert not shifts(ordinary).any()
     found = shifts(cache)
-    assert np.flatnonzero(found.all(0)).tolist() == LARGE
-    assert not np.delete(found, LARGE, axis=1).any()
-    assert np.abs(found[:, LARGE] - np.log2(factor)).max() < 1.5
+    assert np.flatnonzero(found.all(0)).tolist() == PAIRS
+    assert not np.delete(found, PAIRS, axis=1).any()
+    assert np.abs(found[:, PAIRS] - np.log2(factor)).max() < 1.5
     assert error(cache, large) < 1.15 * error(ordinary, plain)
     monkeypatch.setattr("kvlab.ops.cpu.refit.further_shift", lambda ratios, shift: np.zeros_like(shift))
     fed(blind, large, parts)
@@ -106,7 +105,7 @@ def test_pages_hold_the_codes_of_the_oracle(dim: int) -> None:
     fit_frames(layer, *nothing, np.zeros((1, 0), bool))
     after = cache.pages(0)
     further = (after.k_shift - before.k_shift)[0]
-    assert [np.flatnonzero(x).tolist() for x in further] == [[3, 20, 3 + dim // 2, 20 + dim // 2]] * HEADS
+    assert [np.flatnonzero(x).tolist() for x in further] == [PAIRS] * HEADS
     changed = 0
     for (head, profile, old), (_, _, new) in zip(keys, codes_of(after), strict=True):
         assert np.array_equal(new, refit_codes(old, profile, order[head], further[head]))
@@ -144,28 +143,34 @@ def test_a_shift_rises_as_that_of_first_tokens_is_found(seed: int, power: int) -
     rng = np.random.default_rng(seed)
     q, k = (rng.standard_normal((60, heads, DIM)).astype(np.float32) for heads in (HEADS_Q, HEADS))
     q, k = q / np.abs(q), k / np.abs(k)  # all of one size, so that means of logarithms are those of sizes
-    factor = np.tile(2.0 ** (power * rng.standard_normal(DIM // 2) / 2), 2)
-    q, k = (q / factor).astype(np.float32), (k * factor).astype(np.float32)
+    factor = 2.0 ** (power * rng.standard_normal(DIM // 2) / 2)
+    q, k = ((x * np.tile(by, 2)).astype(np.float32) for x, by in ((q, 1 / factor), (k, factor)))
     k[:4], mean = 0, np.zeros((HEADS, DIM), np.float16)
-    asked, ratios = np.zeros((HEADS, DIM), np.float32), np.zeros((HEADS, DIM // 2), np.int16)
-    add_queries(asked, q)
+    query_sums, ratios = np.zeros((HEADS, DIM), np.float32), np.zeros((HEADS, DIM // 2), np.int16)
+    add_queries(query_sums, q)
     follow_ratios(ratios, q, k, mean.astype(np.float32))
-    found, wanted = further_shift(ratios, np.zeros((HEADS, DIM), np.uint8)), key_shift(k, mean, asked)
-    orders = 2 * np.log2(factor / np.sort(factor)[DIM // 2 - 1])
+    found, wanted = (
+        further_shift(ratios, np.zeros((HEADS, DIM // 2), np.uint8)),
+        key_shift(k, mean, query_sums),
+    )
+    orders = 2 * np.log2(factor / np.sort(factor)[(DIM // 2 - 1) // 2])
     inside = (np.abs(orders - np.log2(9)) > 0.4) & (1 - np.abs((orders + 1) % 2 - 1) > 0.4)
     assert np.array_equal(found[:, inside], np.minimum(wanted, 10)[:, inside])
 
 
 def test_shifts_stay_within_their_bounds() -> None:
-    ratios, at, rises = np.zeros(DIM // 2, np.int16), np.zeros(DIM, np.uint8), []
+    ratios, at, rises = np.zeros(DIM // 2, np.int16), np.zeros(DIM // 2, np.uint8), []
     ratios[3] = 32000
     while (further := further_shift(ratios, at)).any():
         at += further
         rises.append(int(further.max()))
-    assert rises == [10, MOST_SHIFT - 10]
-    for grown, rise in ((LEAST_GROWN - 1, 0), (LEAST_GROWN, 2)):
-        ratios[3] = grown
-        assert further_shift(ratios, np.zeros(DIM, np.uint8)).max() == rise
+    assert rises == [10, MAX_SHIFT - 10]
+    for old, least, rise in ((0, MIN_GROWN, 2), (1, MIN_AGAIN, 1), (MAX_SHIFT, MIN_AGAIN, 0)):
+        ratios[3], at = least - 1 + 512 * old, np.full(DIM // 2, 0, np.uint8)
+        at[3] = old
+        assert not further_shift(ratios, at).any()
+        ratios[3] += 1
+        assert further_shift(ratios, at).tolist() == [rise * (i == 3) for i in range(DIM // 2)]
 
 
 def test_ratios_follow_a_line_between_powers_of_2() -> None:
@@ -182,11 +187,11 @@ def test_ratios_follow_a_line_between_powers_of_2() -> None:
         found = np.zeros((HEADS, DIM // 2))
         for t in range(30):
             sizes = np.abs(k[t].astype(np.float64) - mean).reshape(HEADS, 2, -1).sum(1)
-            asked = np.abs(q[t].astype(np.float64)).reshape(HEADS, -1, 2, DIM // 2).sum((1, 2))
+            query_sums = np.abs(q[t].astype(np.float64)).reshape(HEADS, -1, 2, DIM // 2).sum((1, 2))
             with np.errstate(invalid="ignore"):
-                lines = [256 * (np.frexp(x)[1] - 2 + 2 * np.frexp(x)[0]) for x in (sizes, asked)]
+                lines = [256 * (np.frexp(x)[1] - 2 + 2 * np.frexp(x)[0]) for x in (sizes, query_sums)]
                 change = (np.floor(lines[0]) - np.floor(lines[1]) - found) / 8
-            counts = np.isfinite(sizes) & np.isfinite(asked) & (sizes > 0) & (asked > 0)
+            counts = np.isfinite(sizes) & np.isfinite(query_sums) & (sizes > 0) & (query_sums > 0)
             found = np.where(counts, found + rounding(np.where(counts, change, 0)), found)
         return found
 

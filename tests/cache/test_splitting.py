@@ -28,7 +28,7 @@ from kvlab.integrations.transformers import KVLabCache
 from kvlab.lab.quality.model import Subject
 from kvlab.lab.quality.text import cut_windows
 from kvlab.ops.frame import key_mean
-from kvlab.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE, read_tokens
+from kvlab.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE, of_channels, read_tokens
 from kvlab.reference.attention import attention
 from kvlab.reference.codec import hadamard
 from kvlab.reference.pages import value_signs
@@ -68,7 +68,7 @@ def stored(cache: MixedPrecisionCache) -> tuple[np.ndarray, np.ndarray]:
     tokens, layout = tokens_in(pages, 0), pages.layouts[0]
     k, v = read_tokens(pages.pools[0], layout, pages.dtype, tokens.index, tokens.slot)
     if layout.bits_k < 16:
-        k = np.ldexp(hadamard(k), pages.k_shift[0, tokens.head]) + pages.k_mean[0, tokens.head]
+        k = np.ldexp(hadamard(k), of_channels(pages.k_shift[0, tokens.head])) + pages.k_mean[0, tokens.head]
         k = k.astype(np.float32)
     v = v if layout.bits_v == 16 else (hadamard(v) * value_signs(v.shape[1])).astype(np.float32)
     order = np.lexsort((tokens.head, tokens.position))
@@ -259,12 +259,12 @@ def fed_to_gpu(size: int) -> tuple[MixedPrecisionCache, np.ndarray, float]:
 def test_parts_give_the_mean_and_accuracy_of_one_shot_on_a_gpu(kernels: Kernels, size: int) -> None:
     _, mean, at_once = fed_to_gpu(LENGTH)
     cache, _, in_parts = fed_to_gpu(size)
-    assert in_parts <= MOST * at_once
+    assert in_parts <= MAX_COST * at_once
     assert np.array_equal(cache.pages(0).k_mean[0], mean)
 
 
 PREFILL, SCORED, CHUNK = 640, 512, 64
-MOST = 1.2
+MAX_COST = 1.2
 """Divergence after a prefill in parts against that after one shot, of any size of part."""
 
 
@@ -308,4 +308,4 @@ def test_parts_of_a_real_prefill_take_equal_bytes_and_cost_little(
     heads = measured.model.config.num_hidden_layers * measured.model.config.num_key_value_heads
     assert abs(nbytes_in_parts - nbytes) <= page * heads
     assert 0 < at_once < 0.02
-    assert kl <= MOST * at_once
+    assert kl <= MAX_COST * at_once

@@ -66,7 +66,7 @@ def test_an_empty_store(bits: str) -> None:
     assert tuple(numbers) == store.num_slabs
     for layer, n in enumerate(numbers):
         assert free[layer, :n].tolist() == [*range(n)][::-1]
-    assert (tables.pop("k_order") == np.arange(64 * (bits == BLOCKS))).all()
+    assert (tables.pop("k_order") == np.arange(32 * (bits == BLOCKS))).all()
     assert (tables.pop("k_gain") == 1).all()
     del tables["entry_of"]  # of pages that are used: of none
     assert not any(table.any() for table in tables.values())

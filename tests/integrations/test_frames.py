@@ -83,7 +83,7 @@ def test_files_that_hold_no_frames_are_refused(tmp_path: Path) -> None:
             kvlab.KeyFrames.load(path)
     frames.k_order[0, 0, 0] = frames.k_order[0, 0, 1]
     frames.save(path)
-    with pytest.raises(FormatError, match="file: k_order does not have every channel once"):
+    with pytest.raises(FormatError, match="file: k_order does not have every rotary pair once"):
         kvlab.KeyFrames.load(path)
 
 

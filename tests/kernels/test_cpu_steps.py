@@ -34,7 +34,7 @@ def rotated(
 ) -> NDArray[np.float32]:
     means = np.empty((0, x.shape[1]), np.float16) if mean is None else mean
     before, out = (x.copy(), means.copy()), np.full_like(x, POISON)
-    frames = pages.prepared_frames(means, np.zeros(means.shape, np.uint8))
+    frames = pages.prepared_frames(means, np.zeros((len(means), x.shape[1] // 2), np.uint8))
     _rotate_all(
         x.reshape(-1), x.shape[1], frames, np.full(len(x), -1) if of_row is None else of_row, out.reshape(-1)
     )

@@ -106,8 +106,9 @@ def make_pages(
                 fill_side(rng, pools[r][page], layout, side, dtype, int(tokens))
     mean = rng.standard_normal((*quads.shape, head_dim)).astype(np.float16)
     base = rng.integers(0, 2**16, table, np.uint16)
-    shift = (rng.integers(1, 3, mean.shape) * (rng.random(mean.shape) < 0.1)).astype(np.uint8)
-    order = np.argsort(rng.random(mean.shape), axis=-1).astype(np.uint8)
+    half = *quads.shape, head_dim // 2
+    shift = (rng.integers(1, 3, half) * (rng.random(half) < 0.1)).astype(np.uint8)
+    order = np.argsort(rng.random(half), axis=-1).astype(np.uint8)
     gain = (16 * np.exp2(rng.uniform(-0.5, 2, (*quads.shape, 4)))).astype(np.float16).astype(np.float32)
     exponent = rng.integers(-2, 2, (*quads.shape, 2)).astype(np.int8)
     frame = {"k_shift": shift}
@@ -256,7 +257,7 @@ def test_many_query_rows(seqlen_q: int, group: int) -> None:
     assert_right(PackedCase(q, pages, {"scale": None, "softcap": 0.0, "keep_scores": keep}), "cpu")
 
 
-def small_case(seed: int = 10, dtype: str = "float16", rungs: Any = SOME_RUNGS) -> PackedCase:
+def small_case(seed: int = 11, dtype: str = "float16", rungs: Any = SOME_RUNGS) -> PackedCase:
     rng = np.random.default_rng(seed)
     pages = make_pages(rng, rungs, 64, dtype, np.full((2, 2), 6), counts=(11, 16))
     q = random_floats(rng, (2, 2, 8, 64), numpy_dtype(dtype), (-4, 0))

@@ -15,6 +15,10 @@ __device__ __forceinline__ void copy_async(u32 to, const void* from) {
                  : "memory");
 }
 
+__device__ __forceinline__ void copy_half_async(void* to, const void* from) {  // 8 bytes
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+
 __device__ __forceinline__ void copy_word_async(void* to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }

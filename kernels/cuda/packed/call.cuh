@@ -19,7 +19,7 @@ struct Call {
     const u32* index;      // [num_bh, entries]
     const int* num_pages;  // [num_bh], entries that are used: multiples of 4
     const __half* k_mean;  // [num_bh, HEAD_DIM]
-    const u8* k_shift;     // [num_bh, HEAD_DIM]
+    const u8* k_shift;     // [num_bh, HEAD_DIM / 2], of rotary pairs
     const u16* q;          // [batch, seqlen_q, heads_q, HEAD_DIM] by strides
     u16* out;              // [batch, seqlen_q, heads_q, HEAD_DIM]
     float* lse;            // [batch, heads_q, seqlen_q]
@@ -37,7 +37,7 @@ struct Call {
     int left;          // query token s of row b sees tokens at positions from first[b] + s - left on
     // With PROFILES only:
     const signed char* exponent;  // [num_bh, 2]: packed keys, and values, are divided by 2 to that
-    const u8* k_order;            // [num_bh, HEAD_DIM]: the channel at each position
+    const u8* k_order;            // [num_bh, HEAD_DIM / 2]: rotary pairs in order (pages/profiles.cuh)
     const float* k_gain;          // [num_bh, 4]: what blocks of keys are multiplied by
 };
 

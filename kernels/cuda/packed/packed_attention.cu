@@ -73,7 +73,7 @@ struct RawQuery {
     u32 q[PAIRS_OF_LANE];
     __half2 mean[PAIRS_OF_LANE];
     u16 shifts[PAIRS_OF_LANE];
-    // With PROFILES: the channels of the pair, the gain of its block; exponents of keys and values.
+    // With PROFILES: the rotary pairs at these places, the gain of their block; exponents of keys and values.
     u16 order[PAIRS_OF_LANE];
     float gain[PAIRS_OF_LANE];
     u16 exponents;
@@ -87,15 +87,16 @@ __device__ __forceinline__ void read_query(const Call& call, const Sequence& s, 
     if (warp >= s.rows) return;
     const u32* q = (const u32*)q_row(call, s, warp);
     const __half2* mean = (const __half2*)(call.k_mean + (u64)s.bh * HEAD_DIM);
-    const u16* shifts = (const u16*)(call.k_shift + (u64)s.bh * HEAD_DIM);
+    const u16* shifts = (const u16*)(call.k_shift + (u64)s.bh * (HEAD_DIM / 2));
 #pragma unroll
     for (int i = 0; i < PAIRS_OF_LANE; ++i) {
         if (HEAD_DIM % 64 && lane + 32 * i >= HEAD_DIM / 2) break;
         raw.q[i] = q[lane + 32 * i];
         raw.mean[i] = mean[lane + 32 * i];
-        raw.shifts[i] = shifts[lane + 32 * i];
+        raw.shifts[i] = shifts[(lane + 32 * i) % (HEAD_DIM / 4)];
         if (IN_BLOCKS) {
-            raw.order[i] = ((const u16*)(call.k_order + (u64)s.bh * HEAD_DIM))[lane + 32 * i];
+            const u8* const order = call.k_order + (u64)s.bh * (HEAD_DIM / 2);
+            raw.order[i] = *(const u16*)(order + pair_of_place(2 * lane + 64 * i));
             raw.gain[i] = call.k_gain[4 * (u64)s.bh + (lane + 32 * i) / (HEAD_DIM / 8)];
         }
     }
@@ -130,7 +131,10 @@ __device__ __forceinline__ void rotate_query(const RawQuery& raw, float scale_lo
         for (int i = 0; i < PAIRS_OF_LANE; ++i) ((float2*)x)[lane + 32 * i] = pairs[i];
         __syncwarp();  // the row is written
 #pragma unroll
-        for (int i = 0; i < PAIRS_OF_LANE; ++i) pairs[i] = {x[raw.order[i] & 255], x[raw.order[i] >> 8]};
+        for (int i = 0; i < PAIRS_OF_LANE; ++i) {
+            const float* const half = x + channel_of_place(0, 2 * lane + 64 * i);
+            pairs[i] = {half[raw.order[i] & 255], half[raw.order[i] >> 8]};
+        }
         __syncwarp();  // every lane has its channels
     }
     hadamard_row<KEY_BLOCK>(pairs, lane);

@@ -7,8 +7,8 @@
 //
 // What a step waits for here is latency, so work that depends on nothing is done side by side: each of the
 // steps that may be tried for a vector has a warp, the one of the step that is found stores its codes, and
-// addresses are asked for while vectors are rotated. Where nothing is tried, as at 8 bits, a vector has one
-// warp.
+// addresses are query_sums for while vectors are rotated. Where nothing is tried, as at 8 bits, a vector has
+// one warp.
 //
 // Where keys are kept in blocks, the frame is fitted to the new tokens, too (pages/refit.cuh): HEAD_DIM / 2
 // threads see beside all else whether a rotary pair has become large. If so, which is rare, all pages of the
@@ -168,7 +168,7 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
         const bool framed = is_key && IS_CODED && is_there(lane, j);
         const u64 of_bh = (u64)at.bh * HEAD_DIM + channel;
         mean[j] = framed ? __half2float(call.layer.k_mean[of_bh]) : 0.f;
-        shift[j] = framed ? call.layer.k_shift[of_bh] : 0;
+        shift[j] = framed ? call.layer.k_shift[(u64)at.bh * (HEAD_DIM / 2) + channel % (HEAD_DIM / 2)] : 0;
     }
 #if IN_BLOCKS
     ChannelOrder order;
@@ -253,8 +253,8 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
 // has a channel.
 __device__ __forceinline__ void note_queries(const Append& call, int bh, const Slot* slots) {
     const int row = bh / call.layer.heads, head = bh - row * call.layer.heads;
-    float* const asked = call.layer.asked + (u64)bh * HEAD_DIM + threadIdx.x;
-    float sum = *asked;
+    float* const sums = call.layer.query_sums + (u64)bh * HEAD_DIM + threadIdx.x;
+    float sum = *sums;
 #pragma unroll 1
     for (int t = 0; t < call.new_tokens.num_new; ++t) {
         const int token = PAGE * slots[t].entry + slots[t].number;  // of those that wait; none has a negative
@@ -263,7 +263,7 @@ __device__ __forceinline__ void note_queries(const Append& call, int bh, const S
 #pragma unroll 1
         for (int g = 0; g < call.group; ++g) sum += fabsf(raw_value(q[g * call.q_head + threadIdx.x]));
     }
-    *asked = sum;
+    *sums = sum;
 }
 
 // Finishes one query row and leaves the probabilities of the new tokens, [MAX_NEW]. Padding gets 0, and
@@ -377,7 +377,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
         int rises = 0;
         const int pair = threadIdx.x - (WARPS * 32 - HEAD_DIM / 2);
         if (pair >= 0 && call.q && !layer.waits[row]) {
-            const int shift = layer.k_shift[(u64)bh * HEAD_DIM + pair];
+            const int shift = layer.k_shift[(u64)bh * (HEAD_DIM / 2) + pair];
             const Queries queries = {call.q, call.q_batch, call.q_step, call.q_head, call.group};
             const int ratio = follow_ratio(layer, call.new_tokens, queries, row, head, 0, pair);
             rises = further_shift(ratio, shift, pair, [] { __barrier_sync_count(3, HEAD_DIM / 2); });

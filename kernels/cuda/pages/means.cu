@@ -147,8 +147,8 @@ __device__ void add_queries(const Freeze& call, const WaitingTokens& waiting, in
 #pragma unroll 1
     for (int i = threadIdx.x; i < s.heads * HEAD_DIM; i += THREADS) {
         const int head = i / HEAD_DIM, channel = i - head * HEAD_DIM;
-        float* const asked = s.asked + (u64)waiting.first_bh * HEAD_DIM + i;
-        float sum = *asked;
+        float* const sums = s.query_sums + (u64)waiting.first_bh * HEAD_DIM + i;
+        float sum = *sums;
 #pragma unroll 2
         for (int token = max(ASKING, num_waiting); token < end; ++token) {
             const u16* q = call.q + row * call.q_batch + listed[token - num_waiting] * call.q_step +
@@ -156,7 +156,7 @@ __device__ void add_queries(const Freeze& call, const WaitingTokens& waiting, in
 #pragma unroll 4
             for (int g = 0; g < group; ++g) sum += fabsf(raw_value(q[g * call.q_head]));
         }
-        *asked = sum;
+        *sums = sum;
     }
     __syncthreads();  // all of them are there
 }
@@ -179,29 +179,28 @@ struct Blocks {
     double energies[AT_ONCE][HEAD_DIM / 2];
     double sums[AT_ONCE][4];
     u32 largest[AT_ONCE][2];
-    int has_asked[AT_ONCE];
-    u8 shifts[AT_ONCE][HEAD_DIM], order[AT_ONCE][HEAD_DIM];
+    int has_queries[AT_ONCE];
+    u8 shifts[AT_ONCE][HEAD_DIM / 2], order[AT_ONCE][HEAD_DIM / 2];
 };
 
 // Puts the pairs of a head in order, those of most energy first; a thread has a pair.
 template <int AT_ONCE>
 __device__ __forceinline__ void order_pair(Blocks<AT_ONCE>& blocks, int h, int pair) {
-    constexpr int HALF = HEAD_DIM / 2, EACH = HALF / 4;  // pairs of a block
+    constexpr int HALF = HEAD_DIM / 2;
     const double energy = blocks.energies[h][pair];
     int before = 0;
     for (int i = 0; i < HALF; ++i)
         before += blocks.energies[h][i] > energy || (blocks.energies[h][i] == energy && i < pair);
-    const int to = before / EACH * (2 * EACH) + before % EACH;
-    blocks.order[h][to] = (u8)pair, blocks.order[h][to + EACH] = (u8)(pair + HALF);
+    blocks.order[h][before] = (u8)pair;
 }
 
 // The energy of a pair of channels: of its keys, times that of its queries.
 template <int AT_ONCE>
-__device__ __forceinline__ double energy_of(const Blocks<AT_ONCE>& blocks, int h, int pair, double asked,
+__device__ __forceinline__ double energy_of(const Blocks<AT_ONCE>& blocks, int h, int pair, double query,
                                             double other) {
-    const bool asks = blocks.has_asked[h];
+    const bool asks = blocks.has_queries[h];
     const double keys = __dadd_rn(blocks.squares[h][pair], blocks.squares[h][pair + HEAD_DIM / 2]);
-    const double queries = asks ? __dadd_rn(__dmul_rn(asked, asked), __dmul_rn(other, other)) : 2.;
+    const double queries = asks ? __dadd_rn(__dmul_rn(query, query), __dmul_rn(other, other)) : 2.;
     const double energy = __dmul_rn(keys, queries);
     return energy < INFINITE ? energy : 0.;  // one that is no number neither
 }
@@ -213,9 +212,9 @@ __device__ __forceinline__ double sum_of_block(const Blocks<AT_ONCE>& blocks, in
     double sum = 0.;
 #pragma unroll 1
     for (int i = 0; i < HEAD_DIM / 4; ++i) {
-        const int channel = blocks.order[h][HEAD_DIM / 4 * block + i];
-        sum = __dadd_rn(sum, __dmul_rn(blocks.squares[h][channel],
-                                       wide_power(-2 * (blocks.shifts[h][channel] + exponent))));
+        const int place = HEAD_DIM / 4 * block + i, pair = blocks.order[h][pair_of_place(place)];
+        sum = __dadd_rn(sum, __dmul_rn(blocks.squares[h][channel_of_place(pair, place)],
+                                       wide_power(-2 * (blocks.shifts[h][pair] + exponent))));
     }
     return sum;
 }
@@ -272,7 +271,7 @@ __device__ void take_frames(const Freeze& call, const WaitingTokens& waiting, in
         };
 #if IN_BLOCKS
         if (threadIdx.x < 2 * AT_ONCE) blocks.largest[threadIdx.x / 2][threadIdx.x % 2] = 0;
-        if (threadIdx.x < AT_ONCE) blocks.has_asked[threadIdx.x] = 0;
+        if (threadIdx.x < AT_ONCE) blocks.has_queries[threadIdx.x] = 0;
         __syncthreads();  // nothing is the largest yet
         if (there) {
             const u16* const k = n.k + row * n.k_batch + head * n.k_head + channel;
@@ -289,7 +288,7 @@ __device__ void take_frames(const Freeze& call, const WaitingTokens& waiting, in
             }
             atomicMax(&blocks.largest[h][KEYS], of_keys);
             atomicMax(&blocks.largest[h][VALUES], of_values);
-            if (s.asked[at] > 0.f) blocks.has_asked[h] = 1;
+            if (s.query_sums[at] > 0.f) blocks.has_queries[h] = 1;
         }
         __syncthreads();  // the largest elements are known
         const int exponent = there ? side_exponent(blocks.largest[h][KEYS]) : 0;
@@ -315,7 +314,7 @@ __device__ void take_frames(const Freeze& call, const WaitingTokens& waiting, in
             double size = 0.;
 #pragma unroll 4
             for (int token = FIRST; token < end; ++token) size += fabs(key(token) - mean);
-            sizes[h][channel] = size, energies[h][channel] = s.asked[at];
+            sizes[h][channel] = size, energies[h][channel] = s.query_sums[at];
 #if IN_BLOCKS
             double squares = 0.;
 #pragma unroll 4
@@ -329,6 +328,7 @@ __device__ void take_frames(const Freeze& call, const WaitingTokens& waiting, in
         if (threadIdx.x < AT_ONCE) has_queries[threadIdx.x] = 0;
         __syncthreads();  // what is known of all channels is there
         const bool leads = there && channel < HALF;
+        const u64 of_pair = (u64)(waiting.first_bh + head) * HALF + channel;
         double size = 0., energy = 0.;
         if (leads) {
             size = sizes[h][channel] + sizes[h][channel + HALF];
@@ -359,15 +359,15 @@ __device__ void take_frames(const Freeze& call, const WaitingTokens& waiting, in
             const bool large = counts && ratio >= (asks ? MIN_RATIO : MIN_RATIO_ALONE) && ratio < INFINITE;
             const int orders = (int)(__double_as_longlong(ratio) >> 52) - 1022;  // floor(log2(2 ratio))
             const u8 shift = large ? (u8)min(orders >> 1, MAX_SHIFT) : 0;
-            s.k_shift[at] = s.k_shift[at + HALF] = shift;
+            s.k_shift[of_pair] = shift;
 #if IN_BLOCKS
-            blocks.shifts[h][channel] = blocks.shifts[h][channel + HALF] = shift;
+            blocks.shifts[h][channel] = shift;
             order_pair(blocks, h, channel);
 #endif
         }
 #if IN_BLOCKS
         __syncthreads();  // shifts and the order are there
-        if (there) s.k_order[at] = blocks.order[h][channel];
+        if (leads) s.k_order[of_pair] = blocks.order[h][channel];
         if (there && channel < 4) blocks.sums[h][channel] = sum_of_block(blocks, h, channel, exponent);
         __syncthreads();  // sums of blocks are there
         if (there && channel < 4)
@@ -465,7 +465,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) refit_frames(const __gr
         const int first = max(call.new_tokens.num_new - FITTED_TO, 0);
         const int ratio =
             follow_ratio(s, call.new_tokens, call.queries, row, bh - row * s.heads, first, thread);
-        rises = further_shift(ratio, s.k_shift[(u64)bh * HEAD_DIM + thread], thread,
+        rises = further_shift(ratio, s.k_shift[(u64)bh * HALF + thread], thread,
                               [] { __barrier_sync_count(1, HALF); });
     }
     if (__syncthreads_or(rises)) raise_shifts(s, bh, thread, rises);

@@ -120,11 +120,9 @@ __device__ __forceinline__ void ask_for_moves(const MoveList& list, WarpSpace& s
 // rows goes.
 __device__ __forceinline__ void ask_for_frame(const LayerState& s, u32 bh, Frame& frame, u32 lane) {
     if (lane < HEAD_DIM / 8) copy_async((uint4*)frame.sums + lane, s.k_mean + (u64)bh * HEAD_DIM + 8 * lane);
-    if (lane < HEAD_DIM / 16)
-        copy_async((uint4*)frame.shifts + lane, s.k_shift + (u64)bh * HEAD_DIM + 16 * lane);
+    ask_for_pairs<false>(frame.shifts, s.k_shift, bh, lane);
 #if IN_BLOCKS
-    if (lane < HEAD_DIM / 16)
-        copy_async((uint4*)&frame.order + lane, s.k_order + (u64)bh * HEAD_DIM + 16 * lane);
+    ask_for_pairs<true>((u8*)&frame.order, s.k_order, bh, lane);
     if (lane == 0) copy_async(frame.gain, s.k_gain + KEY_BLOCKS * bh);
 #endif
 }

@@ -7,7 +7,8 @@
 #include "pages/state.cuh"
 #include "pages/steps.cuh"
 
-constexpr int MAX_SHIFT = 14, MIN_GROWN = 800, MAX_FURTHER = 10;
+constexpr int MAX_SHIFT = 14, MAX_FURTHER = 10;
+constexpr int MIN_GROWN = 800, MIN_AGAIN = 640;  // in 256ths of an order; where a pair has a shift
 
 // Queries by strides, [batch][steps][heads * group][HEAD_DIM].
 struct Queries {
@@ -71,7 +72,8 @@ __device__ __forceinline__ int further_shift(int ratio, int shift, int pair, con
     if (below == (HALF - 1) / 2) middle = own;
     meet();  // the median is there
     const int grown = own - middle;
-    return grown >= MIN_GROWN ? min((grown + 256) >> 9, min(MAX_SHIFT - shift, MAX_FURTHER)) : 0;
+    const bool is_large = grown >= (shift ? MIN_AGAIN : MIN_GROWN);
+    return is_large ? min((grown + 256) >> 9, min(MAX_SHIFT - shift, MAX_FURTHER)) : 0;
 }
 
 // Butterflies of blocks of KEY_ROTATION channels; lane: channels lane + 32 i.
@@ -132,15 +134,12 @@ __device__ __forceinline__ void refit_codes(u8* codes, int profile, int slot, in
 // rotary pair `pair`, if there is one.
 __device__ __noinline__ void raise_shifts(const LayerState& s, int bh, int pair, int rises) {
     constexpr int HALF = HEAD_DIM / 2, TOGETHER = KEY_ROTATION > 32 ? 64 : 32;
-    __shared__ u8 orders[HEAD_DIM], further[HEAD_DIM], most[HEAD_DIM];  // by channel; by place, of a rotation
-    const u64 of_bh = (u64)bh * HEAD_DIM;
+    __shared__ u8 orders[HALF], further[HEAD_DIM], most[HEAD_DIM];  // by pair; by place, of a rotation
+    const u64 of_bh = (u64)bh * HALF;
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-    if (pair >= 0 && pair < HALF) {
-        orders[pair] = orders[pair + HALF] = (u8)rises;
-        s.k_shift[of_bh + pair] += rises, s.k_shift[of_bh + pair + HALF] += rises;
-    }
+    if (pair >= 0 && pair < HALF) orders[pair] = (u8)rises, s.k_shift[of_bh + pair] += rises;
     __syncthreads();  // orders are there
-    if (thread < HEAD_DIM) further[thread] = orders[s.k_order[of_bh + thread]];
+    if (thread < HEAD_DIM) further[thread] = orders[s.k_order[of_bh + pair_of_place(thread)]];
     __syncthreads();  // those of places are there
     if (thread < HEAD_DIM) {
         int largest = 0;

@@ -241,14 +241,17 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS, 1) take_rows(const _
         if (part) continue;
         for (int i = lane; i < call.head_dim; i += 32) {
             const u64 to = (u64)bh * call.head_dim + i, from = (u64)source * call.head_dim + i;
-            s.k_mean[to] = f.k_mean[from], s.k_shift[to] = f.k_shift[from], s.asked[to] = f.asked[from];
+            s.k_mean[to] = f.k_mean[from], s.query_sums[to] = f.query_sums[from];
+        }
+        for (int i = lane; i < call.head_dim / 2; i += 32) {
+            const u64 to = (u64)bh * call.head_dim / 2 + i, from = (u64)source * call.head_dim / 2 + i;
+            s.k_shift[to] = f.k_shift[from];
+#if IN_BLOCKS
+            s.k_order[to] = f.k_order[from], s.k_ratio[to] = f.k_ratio[from];
+#endif
         }
 #if IN_BLOCKS
-        for (int i = lane; i < call.head_dim; i += 32)
-            s.k_order[(u64)bh * call.head_dim + i] = f.k_order[(u64)source * call.head_dim + i];
         if (lane < KEY_BLOCKS) s.k_gain[KEY_BLOCKS * bh + lane] = f.k_gain[KEY_BLOCKS * source + lane];
-        for (int i = lane; i < call.head_dim / 2; i += 32)
-            s.k_ratio[(u64)bh * call.head_dim / 2 + i] = f.k_ratio[(u64)source * call.head_dim / 2 + i];
         if (lane < 2) s.exponent[2 * bh + lane] = f.exponent[2 * source + lane];
 #endif
         if (lane < OPEN_PAGES) s.open[bh * OPEN_PAGES + lane] = f.open[source * OPEN_PAGES + lane];

@@ -36,7 +36,8 @@ __device__ __forceinline__ ChannelOrder order_of_keys(const LayerState& s, int b
     ChannelOrder r;
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) {
-        r.channels[j] = s.k_order[(u64)bh * HEAD_DIM + lane + 32 * j];
+        const int place = lane + 32 * j;
+        r.channels[j] = channel_of_place(s.k_order[(u64)bh * HEAD_DIM / 2 + pair_of_place(place)], place);
         r.gains[j] = s.k_gain[KEY_BLOCKS * bh + block_of(lane, j)];
     }
     return r;

@@ -47,13 +47,13 @@ struct PageState {
     // Copied by cp.async.
     uint4 moves[PAGE];           // Move
     uint4 halves[HEAD_DIM / 8];  // of the pair that the page is of: the mean of keys, float16
-    u8 shifts[HEAD_DIM];         // its shifts
+    u8 shifts[HEAD_DIM];         // its shifts, by channel
     u32 importance_words[PAGE];  // by move: a word with the importance of its new token
     // Written when the moves are there.
     Width bits[PAGE];  // by slot: what its row holds, raw elements (16) or codes of this width
     u8 steps[PAGE];    // by slot: the step of the codes of its row
 #if IN_BLOCKS
-    u8 order[HEAD_DIM];  // copied: k_order of the pair
+    u8 order[HEAD_DIM];  // copied: k_order of the pair, by place
     float gain[4];       // copied: k_gain of the pair
     u32 exponents;       // copied: a word with the exponent of this side of the pair
     u32 any_raw;         // whether a row holds raw elements
@@ -212,11 +212,10 @@ __device__ __forceinline__ int exponent_of(Side side, const LayerState& s, const
 
 // Asks for the frame of the keys of a page.
 __device__ __forceinline__ void ask_for_frame(const LayerState& s, u32 pair, PageState& page, u32 lane) {
-    const u64 channels = (u64)pair * HEAD_DIM;
-    if (lane < HEAD_DIM / 8) copy_async(page.halves + lane, s.k_mean + channels + 8 * lane);
-    if (lane < HEAD_DIM / 16) copy_async((uint4*)page.shifts + lane, s.k_shift + channels + 16 * lane);
+    if (lane < HEAD_DIM / 8) copy_async(page.halves + lane, s.k_mean + (u64)pair * HEAD_DIM + 8 * lane);
+    ask_for_pairs<false>(page.shifts, s.k_shift, pair, lane);
 #if IN_BLOCKS
-    if (lane < HEAD_DIM / 16) copy_async((uint4*)page.order + lane, s.k_order + channels + 16 * lane);
+    ask_for_pairs<true>(page.order, s.k_order, pair, lane);
     if (lane == 0) copy_async(page.gain, s.k_gain + 4 * pair);
 #endif
 }

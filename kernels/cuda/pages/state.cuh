@@ -35,12 +35,12 @@ struct LayerState {
     u16* base;                     // [num_bh][entries]: position >> 16 of its tokens
     int* num_pages;                // [num_bh]: entries, those without a page among them
     __half* k_mean;                // [num_bh][HEAD_DIM]
-    u8* k_shift;                   // [num_bh][HEAD_DIM]: binary orders that keys are scaled down by
+    u8* k_shift;                   // [num_bh][HEAD_DIM / 2]: binary orders that pairs are scaled down by
     signed char* exponent;  // [num_bh][2] of K and V, k_order and k_gain only where keys are kept in blocks:
-    u8* k_order;            // [num_bh][HEAD_DIM]: the channel at each position
+    u8* k_order;            // [num_bh][HEAD_DIM / 2]: rotary pairs in order; see pages/profiles.cuh
     float* k_gain;          // [num_bh][KEY_BLOCKS]: what blocks are multiplied by, of 11 significant bits
     short* k_ratio;         // [num_bh][HEAD_DIM / 2], there alone: what frames are fitted to; see refit.cuh
-    float* asked;       // [num_bh][HEAD_DIM]: magnitudes of queries so far, of rows that wait; see means.cu
+    float* query_sums;  // [num_bh][HEAD_DIM]: magnitudes of queries so far, of rows that wait; see means.cu
     int* waits;         // [batch]: 1 while the tokens of a row wait for the mean of its keys
     int* open;          // [num_bh][OPEN_PAGES]: entries that take the next tokens in order, or -1
     int* seqlen;        // [num_bh]: time steps so far, equal for all bh

@@ -15,6 +15,7 @@
 // Raw rows lie in shared memory as RawRows says.
 #pragma once
 
+#include "common/async_copies.cuh"
 #include "common/half_pairs.cuh"
 #include "pages/steps.cuh"
 #if IN_BLOCKS
@@ -97,6 +98,13 @@ struct Frame {
     u32 mantissas[KEY_BLOCKS];  // of gains
 #endif
 };
+
+// Asks for a table of rotary pairs of a head, a byte each: for all channels, or all places of their order.
+template <bool IN_ORDER>
+__device__ __forceinline__ void ask_for_pairs(u8* to, const u8* table, u32 bh, u32 lane) {
+    const int place = 8 * (int)lane, pair = IN_ORDER ? pair_of_place(place) : place % (HEAD_DIM / 2);
+    if (lane < HEAD_DIM / 8) copy_half_async(to + place, table + (u64)bh * (HEAD_DIM / 2) + pair);
+}
 
 // A number of 11 significant bits as float16 in both halves, its exponent modulo 64.
 __device__ __forceinline__ u32 mantissa_of(float x) {
@@ -185,7 +193,7 @@ __device__ __forceinline__ Loaded load_raw(u8* rows, const Frame* frame, int dow
 }
 
 // Completes a frame that has its shifts, a warp: scales and rotates a mean of float16, which may lie where
-// the sums go. Where keys are kept in blocks, the channels of positions lie at the beginning of the order, a
+// the sums go. Where keys are kept in blocks, the pairs of positions lie at the beginning of the order, a
 // byte each, and all becomes by position.
 __device__ __forceinline__ void complete_frame(const __half* mean, Frame& to, u32 lane) {
     constexpr int PER_LANE = (HEAD_DIM + 31) / 32;
@@ -199,7 +207,7 @@ __device__ __forceinline__ void complete_frame(const __half* mean, Frame& to, u3
         const int position = lane + 32 * j;
         const bool there = HEAD_DIM % 32 == 0 || position < HEAD_DIM;
 #if IN_BLOCKS
-        const int channel = ((const u8*)&to.order)[position];
+        const int channel = channel_of_place(((const u8*)&to.order)[position], position);
         channels[j] = (u8)channel, own_shifts[j] = to.shifts[channel];
 #else
         const int channel = position;

@@ -210,8 +210,8 @@ def follow_ratios(ratios, q, k, mean, valid, most, jump):
                         sizes[1, i] += abs(query[i])
                         sizes[1, i] += abs(query[half + i])
                 for i in range(half):
-                    size, asked = sizes[0, i], sizes[1, i]
-                    if 0 < size < infinite and 0 < asked < infinite:
+                    size, energy = sizes[0, i], sizes[1, i]
+                    if 0 < size < infinite and 0 < energy < infinite:
                         now = (np.int64(lines[0, i]) >> 15) - (np.int64(lines[1, i]) >> 15)
                         ratio = np.int64(ratios[row, head, i])
                         change = min(max(now, -most), most) - ratio
@@ -220,18 +220,18 @@ def follow_ratios(ratios, q, k, mean, valid, most, jump):
 
 
 @serial
-def has_grown(ratios, shifts, least):
+def has_grown(ratios, shifts, least, again):
     """Whether a rotary pair of any head has become large; `further_shift` of kvlab/ops/frame.py says more."""
     batch, heads, half = ratios.shape
     own = np.empty(half, np.int64)
     for row in range(batch):
         for head in range(heads):
-            most = np.int64(-(1 << 30))
+            over = np.int64(-(1 << 30))  # of a pair that has grown most, less what is asked of it
             for i in range(half):
                 own[i] = np.int64(ratios[row, head, i]) - (np.int64(shifts[row, head, i]) << 9)
-                most = max(most, own[i])
+                over = max(over, own[i] - (again if shifts[row, head, i] else least))
             own.sort()
-            if most - own[(half - 1) // 2] >= least:
+            if over >= own[(half - 1) // 2]:
                 return True
     return False
 

@@ -18,7 +18,7 @@ from .elements import FLOAT16
 from .simd import LANES, helper, load, load_bfloat, load_half, multiply_add, splat, store
 from .softmax import serial, take_number
 
-MOST_TOKENS = 64
+MAX_TOKENS = 64
 """Tokens of a call: their sums take 16 KiB."""
 
 _BLOCK, _TILES_AT_ONCE = 512, 4
@@ -64,7 +64,7 @@ def _add_block(block, x, column, sums, at):
 
 @serial
 def multiply(counter, packed, tiles, blocks, dtype, x, tokens, y):
-    """Multiply all rows with up to `MOST_TOKENS` tokens: what one thread does, until no tiles are left.
+    """Multiply all rows with up to `MAX_TOKENS` tokens: what one thread does, until no tiles are left.
 
     counter int64 (1,), 0 at first; packed uint16 (tiles * blocks * 512,), the bits of float16 or bfloat16;
     x float32 (tokens * blocks * 64,), each four columns as the eight elements above; y float32

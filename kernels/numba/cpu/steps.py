@@ -36,7 +36,7 @@ from .softmax import serial
 
 _ZERO, _HALF, _ONE = np.float32(0), np.float32(0.5), np.float32(1)
 _ROOT_2 = np.float32(np.float16(np.sqrt(2)))
-_LEAST_EXPONENT, _TOO_LARGE = -39, np.float32(2**100)
+_MIN_EXPONENT, _TOO_LARGE = -39, np.float32(2**100)
 _NAN_STEP = 0xFF
 _ABOVE, _HIGHER = np.float32(1 + 2**-7), np.float32(17 / 16)
 _HIGHER_IN_BLOCKS = np.float32(19 / 16)
@@ -98,7 +98,7 @@ def _largest(x, start, n):
 @helper
 def _unit_exponent(largest, log):
     """Return that of the whole numbers that are transformed: 2**log of them add up to 2**24 at most."""
-    return max(_exponent(largest) - (23 - log), _LEAST_EXPONENT)
+    return max(_exponent(largest) - (23 - log), _MIN_EXPONENT)
 
 
 @helper

@@ -62,8 +62,14 @@ def make_queries(head_dim, dtype, rows, widths, in_blocks):
     if in_blocks:
         norm = float32(2.0 ** -((block.bit_length() - 1) // 2))
     raw, coded, pieces = widths & 16 != 0, widths & 15 != 0, pieces_of(dtype)
-    words = head_dim // 2
+    words = half = head_dim // 2
     each_word = -(-words // 32)
+
+    @device
+    def placed_channel(k_order, half_at, place):
+        of_half = quarter // 2
+        part = place // of_half  # two of a block: pairs, and the same again
+        return int32(k_order[half_at + place - of_half * ((part + 1) // 2)]) + half * (part & 1)
 
     @device
     def bring_pairs(x, row, lane, pairs, sums_of_h, exchange, own, inverse):
@@ -103,14 +109,14 @@ def make_queries(head_dim, dtype, rows, widths, in_blocks):
         q, source, k_mean, k_shift, frame_at, scale, row, lane, raw_queries, pairs, sums_of_h, exchange, own,
         terms, exponent, k_order, k_gain,
     ):  # fmt: skip
-        mean_sum, largest = float32(0), SMALLEST
+        mean_sum, largest, half_at = float32(0), SMALLEST, frame_at // 2
         x = cuda.local.array(each, float32)
         for i in range(each):
             place = lane + 32 * i
             if place < head_dim:
-                channel = int32(k_order[frame_at + place]) if in_blocks else place
+                channel = placed_channel(k_order, half_at, place) if in_blocks else place
                 x[i] = widen(q[source + channel]) * scale
-                exchange[own + place] = x[i] * float32(int32(1) << int32(k_shift[frame_at + channel]))
+                exchange[own + place] = x[i] * float32(int32(1) << int32(k_shift[half_at + channel % half]))
                 mean_sum += x[i] * from_float16(k_mean[frame_at + channel])
                 if raw:
                     raw_queries[query_place(channel, row, rows)] = x[i]

@@ -60,7 +60,7 @@ def draw_pages(shape: Shape, mixture: Mixture, device: str = "cuda") -> DevicePa
         index[:, bounds[r] : bounds[r + 1]] = order.view(shape.num_sequences, -1)
     frame = shape.batch, shape.num_heads_kv
     table = (*frame, entries)
-    orders = [torch.randperm(shape.head_dim, device=device) for _ in range(shape.num_sequences)]
+    orders = [torch.randperm(shape.head_dim // 2, device=device) for _ in range(shape.num_sequences)]
     return DevicePages(
         layouts=layouts,
         pools=tuple(pools),
@@ -70,9 +70,9 @@ def draw_pages(shape: Shape, mixture: Mixture, device: str = "cuda") -> DevicePa
         base=torch.zeros(table, dtype=torch.int16, device=device),
         num_pages=torch.full(frame, entries, dtype=torch.int32, device=device),
         k_mean=torch.randn(*frame, shape.head_dim, device=device, dtype=torch.float16),
-        k_shift=torch.zeros(*frame, shape.head_dim, device=device, dtype=torch.uint8),
+        k_shift=torch.zeros(*frame, shape.head_dim // 2, device=device, dtype=torch.uint8),
         exponent=torch.zeros(*frame, 2, device=device, dtype=torch.int8),
-        k_order=torch.stack(orders).to(torch.uint8).view(*frame, shape.head_dim),
+        k_order=torch.stack(orders).to(torch.uint8).view(*frame, shape.head_dim // 2),
         k_gain=(16 * torch.exp(torch.randn(*frame, 4, device=device) * 0.3)).half().float(),
         dtype="bfloat16",
     )

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvlab.arrays import Array, ArrayT, CudaView, like_first, to_numpy_view
 from kvlab.ops.cpu.layer import array_at, view_at
 from kvlab.ops.packed import PackedAttention, Pages, Window
-from kvlab.pages import QUAD, TOKENS_PER_PAGE, PageLayout
+from kvlab.pages import QUAD, TOKENS_PER_PAGE, PageLayout, of_channels, placed_channels
 from kvlab.threads import run_parallel
 
 __all__ = ["AttendCall", "attend", "attend_into", "mass"]
@@ -84,12 +84,12 @@ def _frame_of(pages: Pages, num_bh: int, head_dim: int) -> tuple[int, tuple[NDAr
 
     exponent = _exponents_of(pages, num_bh)[:, :1]
     mean = np.ldexp(per_bh(pages.k_mean, np.float32), exponent)
-    scales = np.ldexp(np.float32(1), per_bh(pages.k_shift, np.int32))
+    scales = np.ldexp(np.float32(1), of_channels(per_bh(pages.k_shift, np.int32)))
     if not any(layout.in_blocks for layout in pages.layouts):
         block, order = head_dim & -head_dim, np.tile(np.arange(head_dim), (num_bh, 1))
         factors = np.full((num_bh, head_dim), 1 / math.sqrt(block), np.float32)
     else:
-        each, order = head_dim // 4, per_bh(pages.k_order, np.int64)
+        each, order = head_dim // 4, placed_channels(per_bh(pages.k_order, np.int64))
         block = each & -each
         log = block.bit_length() - 1
         inverse = np.ldexp(np.float32(1), (log + 1) // 2 - log) / per_bh(pages.k_gain, np.float32)

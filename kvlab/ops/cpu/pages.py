@@ -170,7 +170,7 @@ class AppendCall:
         for row in np.flatnonzero(rows):
             waiting = int(tables["count"][row, 0, :WAITING_PAGES].sum())
             asking = np.flatnonzero(valid[row])[max(ASKING - waiting, 0) : max(LAST - waiting, 0)]
-            add_queries(tables["asked"][row], q[row, asking])
+            add_queries(tables["query_sums"][row], q[row, asking])
 
     def _store(self, q: Any, k: Any, v: Any, valid: Any, codes: Any, rows: NDArray[np.bool_]) -> None:
         """Store new tokens of some rows in open pages: codes (batch, heads, num_new) are their importance."""

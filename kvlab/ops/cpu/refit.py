@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from kvlab.arrays import CudaView
 from kvlab.ops.cpu.layer import HostLayer, array_at, vectors_of, view_at
-from kvlab.ops.frame import BLOCKS, FITTED_TO, JUMP, LEAST_GROWN, MOST_RATIO, further_shift
+from kvlab.ops.frame import BLOCKS, FITTED_TO, JUMP, MIN_AGAIN, MIN_GROWN, MAX_RATIO, further_shift
 from kvlab.ops.layer_state import UNIT
-from kvlab.pages import PageLayout, first_bits, named_pages
+from kvlab.pages import PageLayout, first_bits, named_pages, of_channels, placed_channels
 
 __all__ = ["fit_frames", "refit_frames"]
 
@@ -33,9 +33,9 @@ def fit_frames(layer: HostLayer, q: Any, k: Any, valid: NDArray[np.bool_]) -> No
     if exponent.any():
         mean = np.ldexp(mean, exponent.astype(np.int32))
     q, k = (np.ascontiguousarray(x, np.float32) for x in (q, k))
-    rules = np.int64(MOST_RATIO), np.int64(JUMP)
+    rules = np.int64(MAX_RATIO), np.int64(JUMP)
     cache_write.follow_ratios(ratios, q, k, mean, np.ascontiguousarray(valid), *rules)
-    if cache_write.has_grown(ratios, shift, np.int64(LEAST_GROWN)):
+    if cache_write.has_grown(ratios, shift, np.int64(MIN_GROWN), np.int64(MIN_AGAIN)):
         further = further_shift(ratios, shift) * ~layer.waits[:, None, None]
         for row, head in np.argwhere(further.any(-1)):
             _refit_pages(layer, (int(row), int(head)), further[row, head])
@@ -53,9 +53,12 @@ def refit_frames(layer: HostLayer, new_tokens: Any, queries: CudaView) -> None:
 
 
 def _refit_pages(layer: HostLayer, at: tuple[int, int], further: NDArray[np.uint8]) -> None:
-    """Let the pages of a (row, KV head) hold keys whose channels are scaled down by 2**further more."""
+    """Let the pages of a (row, KV head) hold keys whose rotary pairs are scaled down by 2**further more."""
     tables = {name: layer.tables[name][at] for name in ("rung", "count", "index", "num_pages", "k_order")}
-    placed, named = further[tables["k_order"]].astype(np.int64), named_pages(tables)
+    placed, named = (
+        of_channels(further)[placed_channels(tables["k_order"])].astype(np.int64),
+        named_pages(tables),
+    )
     index = tables["index"].view(np.uint32).astype(np.int64)
     words = layer.arena.view(np.uint32)
     for r, layout in enumerate(layer.layouts):

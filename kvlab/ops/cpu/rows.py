@@ -110,7 +110,7 @@ def freeze_row(
     if merged.valid is not None:
         _fill(merged, row, new, held if goes else [], goes or not waits)
     if waits and len(new.q):
-        add_queries(tables["asked"][row], new.q[seen[max(ASKING - waiting, 0) : max(LAST - waiting, 0)]])
+        add_queries(tables["query_sums"][row], new.q[seen[max(ASKING - waiting, 0) : max(LAST - waiting, 0)]])
     for head, (_, _, k, v) in enumerate(held if goes else []):
         sample, values = (
             np.concatenate([x, y[seen, head].astype(np.float32)])[:LAST, None]
@@ -139,13 +139,13 @@ def freeze_row(
 
 def _freeze_head(layer: HostLayer, at: tuple[int, int], k: Any, v: Any) -> None:
     """Take the frame of a (row, KV head) from its first keys and values, (n, 1, head_dim)."""
-    asked = layer.tables["asked"][at][None]
+    query_sums = layer.tables["query_sums"][at][None]
     exponent = exponent_of(k) if layer.in_blocks else None
     mean = key_mean(k, exponent, narrow=layer.is_narrow, factor=layer.mean_factor)
-    shift = key_shift(k, mean, asked, exponent)
+    shift = key_shift(k, mean, query_sums, exponent)
     found: dict[str, Any] = {"k_mean": mean[0], "k_shift": shift[0]}
     if exponent is not None:
-        order = key_order(k, mean, asked, exponent)
+        order = key_order(k, mean, query_sums, exponent)
         gain = key_gain(k, mean, shift, order, exponent)
         found |= {"exponent": (exponent[0], exponent_of(v)[0]), "k_order": order[0], "k_gain": gain[0]}
     for name, value in found.items():

@@ -34,7 +34,7 @@ from kvlab.ops.attention_arguments import (
 )
 from kvlab.ops.attention_call import MAX_GROUPS
 from kvlab.ops.cuda.attention_sm90 import RESULTS, SHAPES, out_strides, shared_bytes
-from kvlab.ops.cuda.grouped_separate import attend_with, check_lengths
+from kvlab.ops.cuda.grouped_separate import attend_with, check_lengths, check_separate
 from kvlab.ops.cuda.tile_list import (
     DIVISOR,
     HEAD_BYTES,
@@ -134,13 +134,8 @@ def _listed(call: GroupedCall, merges: bool) -> ListedCall | None:
     suits = all(map(is_aligned, views)) and all(map(can_be_mapped, views)) and not is_capped(call.scores)
     if suits:
         return ListedCall(call, present, merges)
-    if call.implementation is None:
-        return None
-    raise NotImplementedError(
-        f"implementation={call.implementation!r}: the scale must be positive, and rows of all arrays must "
-        "begin at multiples of 16 bytes, in memory that no two elements share; pass copies, or "
-        "implementation='separate'"
-    )
+    check_separate(call)
+    return None
 
 
 class ListedCall:

@@ -42,7 +42,7 @@ from kvlab.ops.cuda.attention_backward import (
 )
 from kvlab.ops.cuda.attention_backward_split import CLUSTER, divide, num_sections, steps_of
 from kvlab.ops.cuda.grouped_separate import attend_backward as attend_separately
-from kvlab.ops.cuda.grouped_separate import check_lengths
+from kvlab.ops.cuda.grouped_separate import check_lengths, check_separate
 from kvlab.ops.cuda.tile_list import ListBuilder, TileLists, Tiling
 from kvlab.ops.device_arrays import multiprocessors
 from kvlab.ops.grouped_backward import names_of_results
@@ -123,13 +123,8 @@ def listed_call(
     dq = None if dq_kind is None else view_of(dq_kind, "dq")
     if suits and (dq is None or is_aligned(dq)):
         return ListedCall(call, of_results, present, deterministic, wide, dq, name, long_steps)
-    if call.implementation is None:
-        return None
-    raise NotImplementedError(
-        f"implementation={call.implementation!r}: the scale must be positive, and rows of all arrays must "
-        "begin at multiples of 16 bytes, in memory that no two elements share; pass copies, or "
-        "implementation='separate'"
-    )
+    check_separate(call)
+    return None
 
 
 class ListedCall:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvlab.ops.grouped import GroupedArrays, GroupedCall
     from kvlab.ops.grouped_backward import Results
 
-__all__ = ["attend_backward", "attend_backward_with", "attend_with", "check_lengths"]
+__all__ = ["attend_backward", "attend_backward_with", "attend_with", "check_lengths", "check_separate"]
 
 _THREADS, _SUM_THREADS = 128, 256
 _EACH = range(MAX_GROUPS)
@@ -78,6 +78,16 @@ def _separate_sequences(call: GroupedCall, addresses: Sequence[int]) -> list[tup
     grid = sequences // _THREADS + 1, count
     launch(kernel, grid, (_THREADS,), [np.frombuffer(argument.tobytes(), f"V{_CALL.size}")[0]], bounds)
     return [(bounds[g][0], bounds[g][1]) for g in range(count)]
+
+
+def check_separate(call: GroupedCall) -> None:
+    """Refuse to compute a call group by group if its caller asked for one launch."""
+    if call.implementation is not None:
+        raise NotImplementedError(
+            f"implementation={call.implementation!r}: the scale must be positive, and rows of all arrays must "
+            "begin at multiples of 16 bytes, in memory that no two elements share; pass copies, or "
+            "implementation='separate'"
+        )
 
 
 def attend_backward(

@@ -31,7 +31,7 @@ def draw(steps: int) -> list[np.ndarray]:
 def test_layers_of_a_group_share_a_launch(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch, group: int, launches: list[int]
 ) -> None:
-    monkeypatch.setattr(importance, "_MOST_LAYERS", group)
+    monkeypatch.setattr(importance, "_MAX_LAYERS", group)
     cache = make()
     kernels.scored.clear()
     for _ in range(8):

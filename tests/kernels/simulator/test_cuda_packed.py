@@ -30,6 +30,7 @@ from kvlab.ops.numba import packed as packed_numba
 from kvlab.ops.packed import Window
 from kvlab.pages import QUAD, new_pool
 from kvlab.reference import packed as reference
+from kvlab.reference.blocks import placed_channels
 from kvlab.reference.codec import hadamard_matrix
 from kvlab.reference.pages import bit_address
 from kvlab.reference.records import decode_page
@@ -239,7 +240,7 @@ def test_codes_in_blocks_stand_for_their_numbers(profile: tuple[int, ...], head_
     butterflies = np.kron(np.eye(4), hadamard_matrix(block) * np.sqrt(block))
     places = np.arange(8) * head_dim // 8 + np.arange(8)  # two of each block
     q = np.zeros_like(case.q)
-    q[0, :, 0, pages.k_order[0, 0]] = butterflies[:, places]
+    q[0, :, 0, placed_channels(pages.k_order[0, 0])] = butterflies[:, places]
     scores = simulate(dataclasses.replace(case, q=q, pages=pages)).scores
     one = 2.0 ** (block.bit_length() // 2)
     for page in np.flatnonzero(pages.count[0, 0, :4]):
