@@ -9,6 +9,7 @@
 
 constexpr int MAX_SHIFT = 14, MAX_FURTHER = 10;
 constexpr int MIN_GROWN = 800, MIN_AGAIN = 640;  // in 256ths of an order; where a pair has a shift
+static_assert(MIN_AGAIN <= MIN_GROWN);
 
 // Queries by strides, [batch][steps][heads * group][HEAD_DIM].
 struct Queries {
@@ -67,13 +68,13 @@ __device__ __forceinline__ int further_shift(int ratio, int shift, int pair, con
     constexpr int HALF = HEAD_DIM / 2;
     __shared__ int ratios[HALF], middle, largest[HALF / 32], far[HALF / 32];
     const int own = ratio - (shift << 9), warp = pair / 32;
-    // Nearly always the largest is less than MIN_GROWN above half of them.
+    // Nearly always the largest is less than MIN_AGAIN above half of them.
     int top = __reduce_max_sync(ALL_LANES, own), below = 0;
     largest[warp] = top, ratios[pair] = own;
     meet();  // those of all pairs are there
 #pragma unroll
     for (int i = 0; i < HALF / 32; ++i) top = max(top, largest[i]);
-    far[warp] = __popc(__ballot_sync(ALL_LANES, own <= top - MIN_GROWN));
+    far[warp] = __popc(__ballot_sync(ALL_LANES, own <= top - MIN_AGAIN));
     meet();  // how many are so far below it is there
 #pragma unroll
     for (int i = 0; i < HALF / 32; ++i) below += far[i];
