@@ -285,7 +285,7 @@ struct alignas(16) Signs {
 template <int BLOCK, int AT_ONCE, bool OF_VALUES>
 __device__ __forceinline__ void rotate_blocks(Vectors& x, const Signs& signs, const Frame* mean,
                                               const Loaded& loaded, u32 lane) {
-    constexpr int SPAN = BLOCK <= 64 ? BLOCK : 32;  // channels that products rotate; others are added up
+    constexpr int SPAN = BLOCK < 32 ? BLOCK : 32;  // channels that one matrix of signs rotates
     constexpr int SPANS = AT_ONCE / SPAN, OF_SPAN = SPAN / 16;
     float less[2] = {};
     if (mean) scale_of_mean(*mean, loaded, less);

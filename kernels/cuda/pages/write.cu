@@ -20,7 +20,6 @@ constexpr int THREADS = 256;  // of the other kernels
 constexpr u32 ALL_SLOTS = (1u << PAGE) - 1;
 constexpr int WRITE_THREADS = 128, WRITE_WARPS = WRITE_THREADS / 32;
 constexpr int BLOCKS = HEAD_DIM > 128 || __CUDA_ARCH__ >= 1000 ? 2
-                       : IN_BLOCKS && HEAD_DIM == 128          ? 3
                        : HEAD_DIM > 64                         ? 4
                                                                : 6;  // of a multiprocessor
 
@@ -406,11 +405,10 @@ extern "C" __global__ void __launch_bounds__(WRITE_THREADS, BLOCKS)
         ask_for_page(side, s, new_tokens, space.rows[0], shared, space.pages[0]);
         if (begin + stride < pages) ask_for_moves(list, begin + stride, space.pages[1].moves);
     }
-    u32 turn = 0;  // of six: pages and rows go round
+    u32 now = 0, half = 0;
 #pragma unroll 1
     for (int number = begin; number < shared.pages; number += stride) {
-        asm volatile("" : "+r"(turn));  // taken apart again
-        const u32 lane = lane_again(), half = turn % 2, now = turn % 3;
+        const u32 lane = lane_again();
         PageState &page = space.pages[now], &next = space.pages[now == 2 ? 0 : now + 1],
                   &then = space.pages[now == 0 ? 2 : now - 1];
         u8* const rows = space.rows[half];
@@ -461,7 +459,7 @@ extern "C" __global__ void __launch_bounds__(WRITE_THREADS, BLOCKS)
 #endif
                 KVLAB_FOR_WIDTH(page.to.bits, encode_page<BITS>(side, x, loaded, rows, page, lane));
         }
-        turn = turn == 5 ? 0 : turn + 1;
+        now = now == 2 ? 0 : now + 1, half ^= 1;
     }
     if (new_tokens.num_new && blockIdx.x == 0 && side == KEYS)
         for (int i = threadIdx.x; i < s.batch * s.heads; i += WRITE_THREADS)
