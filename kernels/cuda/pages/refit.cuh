@@ -68,17 +68,25 @@ __device__ __forceinline__ int further_shift(int ratio, int shift, int pair, con
     constexpr int HALF = HEAD_DIM / 2;
     __shared__ int ratios[HALF], middle, largest[HALF / 32], far[HALF / 32];
     const int own = ratio - (shift << 9), warp = pair / 32;
-    // Nearly always the largest is less than MIN_AGAIN above half of them.
+    // Nearly always the largest is less than MIN_AGAIN above half of them. What a launch meets first takes
+    // time, so one warp does without memory.
     int top = __reduce_max_sync(ALL_LANES, own), below = 0;
-    largest[warp] = top, ratios[pair] = own;
-    meet();  // those of all pairs are there
+    if (HALF > 32) {
+        largest[warp] = top;
+        meet();  // those of all warps are there
 #pragma unroll
-    for (int i = 0; i < HALF / 32; ++i) top = max(top, largest[i]);
-    far[warp] = __popc(__ballot_sync(ALL_LANES, own <= top - MIN_AGAIN));
-    meet();  // how many are so far below it is there
+        for (int i = 0; i < HALF / 32; ++i) top = max(top, largest[i]);
+    }
+    below = __popc(__ballot_sync(ALL_LANES, own <= top - MIN_AGAIN));
+    if (HALF > 32) {
+        far[warp] = below, below = 0;
+        meet();  // how many are so far below it is there
 #pragma unroll
-    for (int i = 0; i < HALF / 32; ++i) below += far[i];
+        for (int i = 0; i < HALF / 32; ++i) below += far[i];
+    }
     if (below <= (HALF - 1) / 2) return 0;
+    ratios[pair] = own;
+    meet();  // those of all pairs are there
     below = 0;
 #pragma unroll 8
     for (int i = 0; i < HALF; ++i) below += ratios[i] < own || (ratios[i] == own && i < pair);
