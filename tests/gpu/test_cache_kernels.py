@@ -277,7 +277,7 @@ def few_warps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let one block write all pages, of few warps where it has many, so that each takes several in turn."""
     monkeypatch.setattr(kernels, "multiprocessors", lambda device: 1)
     monkeypatch.setattr(kernels, "_BLOCKS", 1)
-    monkeypatch.setattr(kernels, "shared_memory_per_block", lambda device: 15_000)
+    monkeypatch.setattr(kernels, "shared_memory_per_block", lambda device: 16_000)
 
 
 def move_reference(old: Record, at: int, new: Record, slot: int, frame: Frame, dtype: str) -> None:

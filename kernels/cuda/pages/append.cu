@@ -376,11 +376,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 #if IN_BLOCKS
         int rises = 0;
         const int pair = threadIdx.x - (WARPS * 32 - HEAD_DIM / 2);
-        if (pair >= 0 && call.q && !layer.waits[row]) {
+        if (pair >= 0 && call.q) {
             const int shift = layer.k_shift[(u64)bh * (HEAD_DIM / 2) + pair];
             const Queries queries = {call.q, call.q_batch, call.q_step, call.q_head, call.group};
             const int ratio = follow_ratio(layer, call.new_tokens, queries, row, head, 0, pair);
-            rises = further_shift(ratio, shift, pair, [] { __barrier_sync_count(3, HEAD_DIM / 2); });
+            const int further =
+                further_shift(ratio, shift, pair, [] { __barrier_sync_count(3, HEAD_DIM / 2); });
+            rises = layer.waits[row] ? 0 : further;
         }
 #endif
 #pragma unroll 1

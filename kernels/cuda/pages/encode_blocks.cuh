@@ -330,9 +330,10 @@ __device__ __forceinline__ u32 encode_keys(Vectors& x, const Loaded& loaded, con
     // Factors of both rows in float32, this lane's row times a power of 2.
     const auto exact_factors = [&](float times) {
         const Rows2 rows((decoded ? -scale : scale) * times, lane);
-        return [rows, &gains](int i, int b) {
+        asm volatile("" ::: "memory");  // gains are read again: such keys are rare
+        return [rows, &frame](int i, int b) {
             const float by = rows.of[i];
-            return fminf(STORED && by < 0.f ? -by : gains[b] * by, 8192.f);
+            return fminf(STORED && by < 0.f ? -by : frame.gain[b] * by, 8192.f);
         };
     };
     u32 byte;

@@ -4,12 +4,12 @@
 // Threads and data
 //   write_prefill  grid (any, layers): a warp takes every so many four destination pages, their keys, then
 //                  their values, a page at a time (pages/vectors.cuh), and needs no other.
-// Memory: shared a WarpSpace for each warp, 6.5 KiB at head_dim 128; registers such that 20 warps fill a
-// multiprocessor on Hopper, 24 with profiles at head_dim 64, 16 where the compiler needs more than 96, 8
-// above head_dim 128. They form one CTA: its warps start together, so the instruction cache holds what most
-// of them need next. The code for a page has 13 KiB; if it outgrew that cache, fetching it would take longer
-// than running it. Each profile has code of its own: plans make lists rung by rung, and a CTA takes
-// neighbours of a short list.
+// Memory: shared a WarpSpace for each warp, 6.6 KiB at head_dim 128; registers such that 20 warps fill a
+// multiprocessor on Hopper, 28 at head_dim 64, 16 where the compiler needs more than 96, 8 above head_dim
+// 128. They form one CTA: its warps start together, so the instruction cache holds what most of them need
+// next. The code for a page has 13 KiB; if it outgrew that cache, fetching it would take longer than running
+// it. Each profile has code of its own: plans make lists rung by rung, and a CTA takes neighbours of a short
+// list.
 //
 // Macros: HEAD_DIM; BF16; PROFILES, if keys are in blocks (pages/profiles.cuh).
 #include "common/async_copies.cuh"
@@ -18,18 +18,21 @@
 
 using Rows = RawRows<true>;
 constexpr int ROW_BYTES = Rows::BYTES;
-constexpr int ON_HOPPER = IN_BLOCKS && HEAD_DIM < 128 ? 24 : 20;
+constexpr int ON_HOPPER = HEAD_DIM == 64 ? 28 : 20;
 constexpr int WARPS = HEAD_DIM > 128          ? 8
                       : __CUDA_ARCH__ == 900  ? ON_HOPPER
-                      : __CUDA_ARCH__ >= 1200 ? 12   // which fill shared memory
-                                              : 16;  // fewer where shared memory is less
-constexpr int PAGES = 4, SLOTS = PAGES * PAGE;       // of pages that a warp takes together
+                      : __CUDA_ARCH__ >= 1200 ? 12                   // which fill shared memory
+                                              : 16;                  // fewer where shared memory is less
+constexpr int PAGES = HEAD_DIM == 64 ? 8 : 4, SLOTS = PAGES * PAGE;  // of pages that a warp takes together
 constexpr int LONG = 4;  // rounds of all warps from which on CTAs share a list page by page; else by parts
 
 struct alignas(16) Pages {
     int steps[SLOTS];           // by page and row: which of the new tokens it is
     u8* codes[2][PAGES];        // of keys and of values; their steps are behind them
     const u16* from[2][PAGES];  // key and value of step 0 of their bh
+    u8* tails[PAGES];           // positions and importance
+    u64 importance[PAGES];      // the address of that of step 0 of their bh
+    u32 tokens[PAGES];          // step 0 of their row as a move has it
     u32 bh[PAGES];
 #if IN_BLOCKS
     u16 bits[2][PAGES];
@@ -69,8 +72,9 @@ struct alignas(128) WarpSpace {
     }
 };
 static_assert(sizeof(WarpSpace) ==
-                  ((IN_BLOCKS ? 13 * HEAD_DIM + 1984 : 5 * HEAD_DIM + 1920) + PAGE * ROW_BYTES + 127) / 128 *
-                      128,
+                  ((5 * HEAD_DIM + 508 * PAGES + 48 + (IN_BLOCKS ? 8 * HEAD_DIM + 8 * PAGES + 32 : 0)) +
+                   PAGE * ROW_BYTES + 127) /
+                      128 * 128,
               "as the host reserves");
 
 // Waits for the copies of all lanes.
@@ -128,12 +132,12 @@ __device__ __forceinline__ void ask_for_frame(const LayerState& s, u32 bh, Frame
 }
 
 // Position and importance of a move's slot: a Detail takes the place of the move until it is stored.
-struct Detail {
-    u8* tail;  // or null
-    u32 importance;
+struct alignas(8) Detail {
+    u32 importance;  // a word that has it
     u16 position;
     u8 slot, importance_shift;
 };
+constexpr u8 NO_SLOT = 255;
 
 // Makes pages of their moves, which are there, and asks for the frame of the first ones' keys and for
 // details.
@@ -156,6 +160,9 @@ __device__ __forceinline__ void prepare(const LayerState& s, const NewTokens& ne
         pages.codes[VALUES][lane] = record + key_code_bytes(rung.bits_k) + step_bytes(rung.bits_k);
         pages.from[KEYS][lane] = new_tokens.k + batch * new_tokens.k_batch + head * new_tokens.k_head;
         pages.from[VALUES][lane] = new_tokens.v + batch * new_tokens.v_batch + head * new_tokens.v_head;
+        pages.tails[lane] = record + rung.tail;
+        pages.importance[lane] = (u64)new_tokens.importance + (u64)bh * new_tokens.num_new;
+        pages.tokens[lane] = batch * new_tokens.num_new;
         pages.bh[lane] = bh;
         pages.bits[KEYS][lane] = rung.bits_k, pages.bits[VALUES][lane] = rung.bits_v;
 #if IN_BLOCKS
@@ -168,28 +175,26 @@ __device__ __forceinline__ void prepare(const LayerState& s, const NewTokens& ne
     for (int i = 0; i < SLOTS / 32; ++i) {
         Detail& detail = (Detail&)space.moves[lane + 32 * i];
         u32 index;
-        detail.tail = nullptr;
+        detail.slot = NO_SLOT;
         if (!find_move(space, i, lane, index)) continue;
-        const u32 bh = move[i].from, batch = bh / s.heads;
-        const int slot = move[i].to_slot, step = (int)(move[i].token - batch * new_tokens.num_new);
-        pages.steps[(2 * i + lane / PAGE) * PAGE + row_of(slot)] = step;
-        detail.tail = s.arena + (u64)move[i].to * UNIT + s.rungs[move[i].to_rung].tail;
-        detail.slot = (u8)slot;
+        const int page = 2 * i + lane / PAGE, slot = move[i].to_slot,
+                  step = move[i].token - pages.tokens[page];
+        pages.steps[page * PAGE + row_of(slot)] = step;
+        const u64 at = pages.importance[page] + step;
         detail.position = (u16)(new_tokens.first + step);
-        const u64 at = (u64)new_tokens.importance + (u64)bh * new_tokens.num_new + step;
-        detail.importance_shift = (u8)(at % 4 * 8);
+        detail.slot = (u8)slot, detail.importance_shift = (u8)(at % 4 * 8);
         copy_word_async(&detail.importance, (const void*)(at & ~3ull));
     }
     __syncwarp();
 }
 
 // Stores the details of pages, which are there.
-__device__ __forceinline__ void store_details(const WarpSpace& space, u32 lane) {
+__device__ __forceinline__ void store_details(const WarpSpace& space, const Pages& pages, u32 lane) {
 #pragma unroll
     for (int i = 0; i < SLOTS / 32; ++i) {
-        const Detail& detail = (const Detail&)space.moves[lane + 32 * i];
-        u8* const tail = detail.tail;
-        if (!tail) continue;
+        const Detail detail = (const Detail&)space.moves[lane + 32 * i];
+        if (detail.slot == NO_SLOT) continue;
+        u8* const tail = pages.tails[2 * i + lane / PAGE];
         ((u16*)tail)[detail.slot] = detail.position;
         tail[2 * PAGE + detail.slot] = (u8)(detail.importance >> detail.importance_shift);
     }
@@ -220,6 +225,12 @@ __device__ __forceinline__ void ask_for_rows(const u16* of_step_0, u32 apart, co
                              (const u8*)of_step_0 + 16 * part, apart, step);
 }
 
+// What lies in memory, read here and not kept in registers until here.
+__device__ __forceinline__ u8* read_again(u8* const& from) {
+    asm volatile("" ::: "memory");
+    return from;
+}
+
 // Stores the steps of a page, of this lane's row the one with that byte, behind codes of so many bytes.
 __device__ __forceinline__ void store_steps(u8* codes, int bytes, u32 byte, const Loaded& loaded, u32 lane) {
     if (lane % 4 < 2)  // of slot 2 g or 2 g + 1
@@ -227,8 +238,10 @@ __device__ __forceinline__ void store_steps(u8* codes, int bytes, u32 byte, cons
 }
 
 template <int BITS>
-__device__ __forceinline__ void store_page(int side, u8* codes, Vectors& x, const Loaded& loaded, u32 lane) {
+__device__ __forceinline__ void store_page(int side, u8* const& to, Vectors& x, const Loaded& loaded,
+                                           u32 lane) {
     const u32 byte = encode<BITS, false>(x, loaded, lane);
+    u8* const codes = read_again(to);
     store_steps(codes, code_bytes(BITS), byte, loaded, lane);
     if (!IN_BLOCKS && side == KEYS)
         store_codes<KEYS, BITS, true>((u32*)codes, x, 0, lane);
@@ -238,7 +251,7 @@ __device__ __forceinline__ void store_page(int side, u8* codes, Vectors& x, cons
 
 #if IN_BLOCKS
 struct StoreKeys {
-    u8* codes;
+    u8* const& to;
     Vectors& x;
     const Loaded& loaded;
     const Frame& frame;
@@ -247,11 +260,18 @@ struct StoreKeys {
     template <u32 PROFILE>
     __device__ __forceinline__ void of() const {
         const u32 byte = encode_keys<PROFILE, false>(x, loaded, frame, lane);
+        u8* const codes = read_again(to);
         store_steps(codes, key_code_bytes(PROFILE), byte, loaded, lane);
         store_profile<true>((u32*)codes, x, PROFILE, 0, lane);
     }
 };
 #endif
+
+// What a warp does after the keys or values of a page of `count`, in one register: the page, above it whether
+// it is its keys or its values, above that the stage of pages_of.
+__device__ __forceinline__ u32 page_after(u32 at, int count) {
+    return (int)(at % PAGES) + 1 < count ? at + 1 : (at / PAGES + 1) * PAGES % (4 * PAGES);
+}
 
 #if IN_BLOCKS && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200)
 #define BOUNDS __launch_bounds__(WARPS * 32, 1)  // else the compiler spills to have two CTAs at head_dim 64
@@ -263,11 +283,12 @@ extern "C" __global__ void BOUNDS write_prefill(const LayerState* __restrict__ l
                                                 const MoveList* __restrict__ lists,
                                                 const __grid_constant__ NewTokens new_tokens) {
     extern __shared__ __align__(128) u8 shared[];  // WarpSpace of each warp
-    __shared__ uint4 signs[2][32];                 // by parts of Signs
+    __shared__ uint4 signs[2][2][32];              // of keys and of values, by parts of Signs
     const int warp = threadIdx.x / 32;
-    if (warp == 0) {
-        const Signs of_lane = Signs::of(threadIdx.x);
-        for (int i = 0; i < 2; ++i) signs[i][threadIdx.x] = ((const uint4*)&of_lane)[i];
+    for (int side = warp; side <= VALUES; side += blockDim.x / 32) {
+        const u32 lane = threadIdx.x % 32;
+        const Signs of_lane = Signs::of(lane, side == VALUES);
+        for (int i = 0; i < 2; ++i) signs[side][i][lane] = ((const uint4*)&of_lane)[i];
     }
     __syncthreads();
     WarpSpace& space = ((WarpSpace*)shared)[warp];
@@ -285,11 +306,13 @@ extern "C" __global__ void BOUNDS write_prefill(const LayerState* __restrict__ l
                 s.seqlen[i] = new_tokens.first + new_tokens.num_new;
         // CTAs share a list round by round; where each profile has code of its own, parts of a short one.
         const int groups = *list.num_groups, warps = blockDim.x / 32;
-        const u64 all = (groups + PAGES - 1) / PAGES;
-        const bool in_parts = IN_BLOCKS && all <= (u64)LONG * gridDim.x * warps;
+        const u32 all = (groups + PAGES - 1) / PAGES;
+        const bool in_parts = IN_BLOCKS && all <= LONG * gridDim.x * warps;
         const int stride = PAGES * warps * (in_parts ? 1 : gridDim.x);
-        const int begin = in_parts ? PAGES * (int)(all * blockIdx.x / gridDim.x) : 0;
-        const int pages = in_parts ? min(PAGES * (int)(all * (blockIdx.x + 1) / gridDim.x), groups) : groups;
+        const u32 each = all / gridDim.x, others = all % gridDim.x;  // of which the first CTAs take one more
+        const int begin = in_parts ? PAGES * (each * blockIdx.x + min(blockIdx.x, others)) : 0;
+        const int pages =
+            in_parts ? min(begin + PAGES * (int)(each + (blockIdx.x < others)), groups) : groups;
         const int number = begin + PAGES * (in_parts ? warp : blockIdx.x + gridDim.x * warp);
         if (lane == 0) {
             space.number = number, space.pages = pages, space.stride = stride;
@@ -306,81 +329,76 @@ extern "C" __global__ void BOUNDS write_prefill(const LayerState* __restrict__ l
         if (space.first(number + stride) < pages) look_ahead(list, number + stride, space, lane);
         ask(space.pages_of[0], KEYS, 0, lane);
     }
-    int stage = 0;  // of pages_of
+    u32 at = 0;  // as page_after has it
 #pragma unroll 1
     while (true) {
-        const Pages& pages = space.pages_of[stage];
-        Pages& after = space.pages_of[stage ^ 1];
+        asm volatile("" : "+r"(at));  // taken apart again, page by page
+        const int page = at % PAGES, side = at / PAGES % 2;
+        const Pages& pages = space.pages_of[at / (2 * PAGES)];
         // Asked for again where it is needed, or it is kept in registers.
         const auto then = [&](int turns) { return space.number + turns * space.stride; };
         const auto more = [&](int turns) { return space.first(then(turns)) < space.pages; };
-#pragma unroll 1
-        for (int side = KEYS; side <= VALUES; ++side) {
-#pragma unroll 1
-            for (int page = 0; page < pages.count; ++page) {
-                const u32 lane = lane_again();
+        const u32 lane = lane_again();
+        wait_own_copies();
+        if (side == KEYS && (page == 0 || pages.bh[page] != pages.bh[page - 1])) {
+            if (page) {
+                ask_for_frame(layers[layer_again()], pages.bh[page], space.frame, lane);
                 wait_own_copies();
-                if (side == KEYS && (page == 0 || pages.bh[page] != pages.bh[page - 1])) {
-                    if (page) {
-                        ask_for_frame(layers[layer_again()], pages.bh[page], space.frame, lane);
-                        wait_own_copies();
-                    }
-                    complete_frame((const __half*)space.frame.sums, space.frame, lane);
-                    __syncwarp();  // the frame is there
-                }
-                if (page == 0) {
-                    const u32 layer = layer_again();
-                    if (side == KEYS) {
-                        store_details(space, lane);
-                        __syncwarp();  // details have been read
-                        if (more(1)) ask_for_moves(lists[layer], space, lane);
-                    } else if (more(1)) {
-                        prepare(layers[layer], new_tokens, space, after, then(1), lane);
-                        if (more(2)) look_ahead(lists[layer], then(2), space, lane);
-                    }
-                }
-                const auto ask_for_next = [&]() {
-                    if (page + 1 < pages.count)
-                        ask(pages, side, page + 1, lane);
-                    else if (side == KEYS)
-                        ask(pages, VALUES, 0, lane);
-                    else if (more(1))
-                        ask(after, KEYS, 0, lane);
-                };
-                u8* const codes = pages.codes[side][page];
-                const int bits = pages.bits[side][page];
-                if (bits == 16) {
-                    if (side == KEYS)
-                        store_raw<KEYS, Rows, true>((u32*)codes, space.rows, 0, lane);
-                    else
-                        store_raw<VALUES, Rows, true>((u32*)codes, space.rows, 0, lane);
-                    ask_for_next();
-                    continue;
-                }
-                Vectors x;
-                const Frame* const frame = side == KEYS ? &space.frame : nullptr;
-                const Loaded loaded = load_raw<Rows>(space.rows, frame, pages.exponent(side, page), x, lane);
-                ask_for_next();
-                Signs mine;
-#pragma unroll
-                for (int i = 0; i < 2; ++i) ((uint4*)&mine)[i] = signs[i][lane];
-                if (side == KEYS)
-                    rotate_integers(x, mine, &space.frame, loaded, lane);
-                else
-                    rotate_integers(x, mine, nullptr, loaded, lane);
-#if IN_BLOCKS
-                if (side == KEYS)
-                    with_profile(bits, StoreKeys{codes, x, loaded, space.frame, lane});
-                else
-#endif
-                    KVLAB_FOR_WIDTH(bits, store_page<BITS>(side, codes, x, loaded, lane));
+            }
+            complete_frame((const __half*)space.frame.sums, space.frame, lane);
+            __syncwarp();  // the frame is there
+        }
+        if (page == 0) {
+            const u32 layer = layer_again();
+            if (side == KEYS) {
+                store_details(space, pages, lane);
+                __syncwarp();  // details have been read
+                if (more(1)) ask_for_moves(lists[layer], space, lane);
+            } else if (more(1)) {
+                Pages& after = space.pages_of[at / (2 * PAGES) ^ 1];
+                prepare(layers[layer], new_tokens, space, after, then(1), lane);
+                if (more(2)) look_ahead(lists[layer], then(2), space, lane);
             }
         }
+        const auto ask_for_next = [&]() {
+            const u32 next = page_after(at, pages.count);
+            if (next % (2 * PAGES) || more(1))
+                ask(space.pages_of[next / (2 * PAGES)], next / PAGES % 2, next % PAGES, lane);
+        };
+        u8* const& to = pages.codes[side][page];
+        const int bits = pages.bits[side][page];
+        if (bits == 16) {
+            if (side == KEYS)
+                store_raw<KEYS, Rows, true>((u32*)to, space.rows, 0, lane);
+            else
+                store_raw<VALUES, Rows, true>((u32*)to, space.rows, 0, lane);
+            ask_for_next();
+        } else {
+            Vectors x;
+            const Frame* const frame = side == KEYS ? &space.frame : nullptr;
+            const Loaded loaded = load_raw<Rows>(space.rows, frame, pages.exponent(side, page), x, lane);
+            ask_for_next();
+            Signs mine;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) ((uint4*)&mine)[i] = signs[side][i][lane];
+            if (side == KEYS)
+                rotate_integers(x, mine, &space.frame, loaded, lane);
+            else
+                rotate_integers(x, mine, nullptr, loaded, lane);
+#if IN_BLOCKS
+            if (side == KEYS)
+                with_profile(bits, StoreKeys{to, x, loaded, space.frame, lane});
+            else
+#endif
+                KVLAB_FOR_WIDTH(bits, store_page<BITS>(side, to, x, loaded, lane));
+        }
+        asm volatile("" : "+r"(at));  // or the next is kept as well
+        at = page_after(at, space.pages_of[at / (2 * PAGES)].count);
+        if (at % (2 * PAGES)) continue;
         if (!more(1)) break;
         __syncwarp();  // all lanes have read the number
         if (threadIdx.x % 32 == 0) space.number = then(1);
         __syncwarp();
-        stage ^= 1;
     }
 }
 

@@ -9,6 +9,7 @@
 
 constexpr int MAX_SHIFT = 14, MAX_FURTHER = 10;
 constexpr int MIN_GROWN = 800, MIN_AGAIN = 640;  // in 256ths of an order; where a pair has a shift
+static_assert(MIN_AGAIN <= MIN_GROWN);
 
 // Queries by strides, [batch][steps][heads * group][HEAD_DIM].
 struct Queries {
@@ -23,7 +24,8 @@ __device__ __forceinline__ bool is_size(float x) {
 }
 
 // Lets the ratio of a rotary pair of a head follow new tokens from step `first` on, as `follow_ratios` does,
-// and returns it; a thread has a pair.
+// and returns it; a thread has a pair. Where tokens of the row wait it stays, which is looked up last: reads
+// go out together.
 __device__ __forceinline__ int follow_ratio(const LayerState& s, const NewTokens& n, const Queries& queries,
                                             int row, int head, int first, int pair) {
     constexpr int HALF = HEAD_DIM / 2, MAX_RATIO = 16 << 8, JUMP = 7 << 8;  // 16 and 7 binary orders
@@ -34,14 +36,15 @@ __device__ __forceinline__ int follow_ratio(const LayerState& s, const NewTokens
     const u16* const q = queries.q + row * queries.batch + head * queries.group * queries.head + pair;
     const u16* const k = n.k + row * n.k_batch + head * n.k_head + pair;
     short* const ratios = s.k_ratio + bh * HALF + pair;
-    int ratio = *ratios;
+    const int before = *ratios, waits = s.waits[row];
+    int ratio = before;
 #pragma unroll 1
     for (int step = first; step < n.num_new; ++step) {
         if (n.valid && !n.valid[(u64)row * n.num_new + step]) continue;
         float of_queries = 0.f;
         const float of_keys = fabsf(raw_value(k[step * n.k_step]) - mean_of[0]) +
                               fabsf(raw_value(k[step * n.k_step + HALF]) - mean_of[1]);
-#pragma unroll 2
+#pragma unroll 4
         for (int g = 0; g < queries.group; ++g) {
             const u16* const of_head = q + step * queries.step + g * queries.head;
             of_queries += fabsf(raw_value(of_head[0]));
@@ -52,6 +55,7 @@ __device__ __forceinline__ int follow_ratio(const LayerState& s, const NewTokens
         const int change = min(max(now, -MAX_RATIO), MAX_RATIO) - ratio;
         ratio += queries.group > 1 && change >= JUMP ? change : change >> 3;
     }
+    if (waits) return before;
     *ratios = (short)ratio;
     return ratio;
 }
@@ -62,11 +66,28 @@ __device__ __forceinline__ int follow_ratio(const LayerState& s, const NewTokens
 template <class Meet>
 __device__ __forceinline__ int further_shift(int ratio, int shift, int pair, const Meet& meet) {
     constexpr int HALF = HEAD_DIM / 2;
-    __shared__ int ratios[HALF], middle;
-    const int own = ratio - (shift << 9);
+    __shared__ int ratios[HALF], middle, largest[HALF / 32], far[HALF / 32];
+    const int own = ratio - (shift << 9), warp = pair / 32;
+    // Nearly always the largest is less than MIN_AGAIN above half of them. What a launch meets first takes
+    // time, so one warp does without memory.
+    int top = __reduce_max_sync(ALL_LANES, own), below = 0;
+    if (HALF > 32) {
+        largest[warp] = top;
+        meet();  // those of all warps are there
+#pragma unroll
+        for (int i = 0; i < HALF / 32; ++i) top = max(top, largest[i]);
+    }
+    below = __popc(__ballot_sync(ALL_LANES, own <= top - MIN_AGAIN));
+    if (HALF > 32) {
+        far[warp] = below, below = 0;
+        meet();  // how many are so far below it is there
+#pragma unroll
+        for (int i = 0; i < HALF / 32; ++i) below += far[i];
+    }
+    if (below <= (HALF - 1) / 2) return 0;
     ratios[pair] = own;
     meet();  // those of all pairs are there
-    int below = 0;
+    below = 0;
 #pragma unroll 8
     for (int i = 0; i < HALF; ++i) below += ratios[i] < own || (ratios[i] == own && i < pair);
     if (below == (HALF - 1) / 2) middle = own;

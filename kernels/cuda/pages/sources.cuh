@@ -56,8 +56,8 @@ struct PageState {
     u8 order[HEAD_DIM];  // copied: k_order of the pair, by place
     float gain[4];       // copied: k_gain of the pair
     u32 exponents;       // copied: a word with the exponent of this side of the pair
-    u32 any_raw;         // whether a row holds raw elements
 #endif
+    u32 any_raw;  // whether a row holds raw elements
     Region to;
     u8* tail;    // positions and importance of the page
     u32 mask;    // slots that are written
@@ -78,6 +78,7 @@ struct Shared {
     u32 heads;
     u32 per_head;   // 2^32 / heads, rounded down
     bool in_units;  // are_in_units
+    int pages;      // where those of the CTA end
 };
 
 // The lane, asked for again: what follows from it is computed again, too, and takes no registers meanwhile.
@@ -149,11 +150,8 @@ __device__ __forceinline__ void describe_rows(Side side, const LayerState& s, co
     }
     const u32 mask = __reduce_or_sync(ALL_LANES, moves ? 1u << move.to_slot : 0u);
     const u32 others = __any_sync(ALL_LANES, moves && !fetched);
-    if (lane == 0) page.mask = mask, page.others = others;
-#if IN_BLOCKS
     const u32 any_raw = __any_sync(ALL_LANES, moves && bits == 16);
-    if (lane == 0) page.any_raw = any_raw;
-#endif
+    if (lane == 0) page.mask = mask, page.others = others, page.any_raw = any_raw;
 }
 
 // Which unit of 16 bytes a new token's vector begins at, counted from the first key or value.

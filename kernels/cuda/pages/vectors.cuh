@@ -125,17 +125,18 @@ __device__ __forceinline__ void scale_channels(Vectors& x, const Frame& frame, u
         }
 }
 
-// Gives values their signs.
-__device__ __forceinline__ void turn_signs(Vectors& x, u32 lane) {
+// Signs of values of channels 2 u, 2 u + 1 of a tile, and of those 8 further on, but for what the tile's own
+// bits say: 1 in the highest bit of halves that turn.
+__device__ __forceinline__ Two<u32> value_signs(u32 lane) {
     const u32 second = lane << 31;  // channel 2 u + 1 where u is odd
-    const u32 halves[2] = {second, lane & 2 ? second ^ 0x80008000u : second};
+    return {second, lane & 2 ? second ^ 0x80008000u : second};
+}
+
+// Gives values those signs that `Signs` lacks: of the tiles where bits 2 and 3 turn them twice.
+__device__ __forceinline__ void turn_signs(Vectors& x, u32 lane) {
+    const u32 turned = lane & 2 ? 0x80008000u : 0;
 #pragma unroll
-    for (int t = 0; t < TILES; ++t)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const u32 turned = halves[t % 8 == 7 ? 0 : i / 2];  // there bits 2 and 3 turn it twice
-            x[t][i] ^= turns_sign(16 * t) ? ~turned & 0x80008000u : turned;
-        }
+    for (int t = 7; t < TILES; t += 8) x[t][2] ^= turned, x[t][3] ^= turned;
 }
 
 // Loads vectors: keys into their frame, if there is one, and values, which have none. What counts as the
@@ -154,7 +155,7 @@ __device__ __forceinline__ Loaded load_raw(u8* rows, const Frame* frame, int dow
     if (frame) put_in_order(rows, frame->order, x, lane);
 #endif
     if (frame && frame->scales) scale_channels(x, *frame, lane);
-    if (!frame) turn_signs(x, lane);
+    if (HEAD_DIM >= 128 && !frame) turn_signs(x, lane);
 #pragma unroll
     for (int t = 0; t < TILES; ++t)
 #pragma unroll
@@ -268,17 +269,20 @@ __device__ __forceinline__ void scale_of_mean(const Frame& mean, const Loaded& l
 struct alignas(16) Signs {
     u32 pair[4][2];
 
-    __device__ __forceinline__ static Signs of(u32 lane) {
+    // Of values times theirs.
+    __device__ __forceinline__ static Signs of(u32 lane, bool of_values) {
         const u32 g = lane / 4, u = lane % 4;
         const u32 even = (u32)__popc(2 * u & g) << 15, odd = (u32)__popc((2 * u + 1) & g) << 31;
-        const u32 a = SIGN * 0x10001u ^ (even & 0x8000u) ^ odd, b = a ^ 0x80008000u;
-        return {{{a, a}, {a, b}, {b, b}, {b, a}}};
+        const u32 all = SIGN * 0x10001u ^ (even & 0x8000u) ^ odd, turned = 0x80008000u;
+        const Two<u32> own = value_signs(lane);
+        const u32 a = of_values ? all ^ own.low : all, b = of_values ? all ^ own.high : all;
+        return {{{a, b}, {a, b ^ turned}, {a ^ turned, b ^ turned}, {a ^ turned, b}}};
     }
 };
 
 // The Hadamard transform of integers in blocks of BLOCK channels, less that of the mean, rounded to 11
-// significant bits; AT_ONCE channels at a time, whole blocks.
-template <int BLOCK, int AT_ONCE>
+// significant bits; AT_ONCE channels at a time, whole blocks. `signs` are those of keys, or of values.
+template <int BLOCK, int AT_ONCE, bool OF_VALUES>
 __device__ __forceinline__ void rotate_blocks(Vectors& x, const Signs& signs, const Frame* mean,
                                               const Loaded& loaded, u32 lane) {
     constexpr int SPAN = BLOCK < 32 ? BLOCK : 32;  // channels that one matrix of signs rotates
@@ -295,7 +299,8 @@ __device__ __forceinline__ void rotate_blocks(Vectors& x, const Signs& signs, co
             for (int s = 0; s < SPANS; ++s)
 #pragma unroll
                 for (int i = 0; i < OF_SPAN; ++i) {
-                    const int sign = __popc(i & n / 2) & 1;
+                    const bool turned = OF_VALUES && turns_sign(16 * (first + s * OF_SPAN + i));
+                    const int sign = (__popc(i & n / 2) + turned) & 1;
                     mma(sums[s], x[first + s * OF_SPAN + i], signs.pair[2 * sign + n % 2][0],
                         signs.pair[2 * sign + n % 2][1]);
                 }
@@ -328,10 +333,9 @@ __device__ __forceinline__ void rotate_blocks(Vectors& x, const Signs& signs, co
 // Rotates keys, which have a mean, or values.
 __device__ __forceinline__ void rotate_integers(Vectors& x, const Signs& signs, const Frame* mean,
                                                 const Loaded& loaded, u32 lane) {
-#if IN_BLOCKS
-    if (mean) return rotate_blocks<KEY_ROTATION, HEAD_DIM / KEY_BLOCKS>(x, signs, mean, loaded, lane);
-    rotate_blocks<ROTATION_BLOCK, HEAD_DIM>(x, signs, nullptr, loaded, lane);
-#else
-    rotate_blocks<ROTATION_BLOCK, HEAD_DIM>(x, signs, mean, loaded, lane);
-#endif
+    constexpr int AT_ONCE = IN_BLOCKS ? HEAD_DIM / KEY_BLOCKS : HEAD_DIM;
+    if (mean)
+        rotate_blocks<KEY_ROTATION, AT_ONCE, false>(x, signs, mean, loaded, lane);
+    else
+        rotate_blocks<ROTATION_BLOCK, HEAD_DIM, true>(x, signs, nullptr, loaded, lane);
 }

@@ -3,13 +3,14 @@
 //
 // Threads and data
 //   write_tokens  grid (any, layers, 2): a warp takes the keys, or the values, of every so many destination
-//                 page (pages/vectors.cuh), and needs no other. Sources are copied into rows of shared
-//                 memory.
+//                 page (pages/vectors.cuh), and needs no other. Sources go into rows of shared memory: raw
+//                 vectors as they are, stored ones as the numbers of their elements, so that both are read as
+//                 fragments of tiles.
 //   copy_pages    grid (any, layers): a warp takes every so many copy.
 //   merge_rows    a warp one query row: attention over stored and over new tokens, when these are many.
 // Memory: shared a WarpSpace for each warp, 11.4 KiB at head_dim 128, most of it rows of this page and the
-// next; 128 registers for four blocks a multiprocessor, 168 for three with profiles at head_dim 128, up to
-// 255 for two from compute capability 10.0 on, where 128 are too few.
+// next; 80 registers for six blocks a multiprocessor at head_dim 64, 128 for four above it, 168 for three
+// with profiles at head_dim 128, up to 255 for two from compute capability 10.0 on, where 128 are too few.
 //
 // Macros: HEAD_DIM; BF16; PROFILES, if keys are in blocks (pages/profiles.cuh).
 #include "pages/copies.cuh"
@@ -19,101 +20,168 @@ constexpr int THREADS = 256;  // of the other kernels
 constexpr u32 ALL_SLOTS = (1u << PAGE) - 1;
 constexpr int WRITE_THREADS = 128, WRITE_WARPS = WRITE_THREADS / 32;
 constexpr int BLOCKS = HEAD_DIM > 128 || __CUDA_ARCH__ >= 1000 ? 2
-                       : IN_BLOCKS && HEAD_DIM == 128          ? 3
-                                                               : 4;  // of a multiprocessor
+                       : HEAD_DIM > 64                         ? 4
+                                                               : 6;  // of a multiprocessor
 
-constexpr int LANES = 4, PER_LANE = HEAD_DIM / LANES;  // of a vector that has not been asked for
+// A stored vector is read by two lanes: of every eight channels a lane has four side by side.
+constexpr int LANES = 2;
+constexpr int AT_ONCE = 4;  // tiles that a lane asks for before it waits for the first
 
-// Codes of a stored token; each lane asks for AT_ONCE of them before it waits for the first.
-template <int BITS>
-__device__ __forceinline__ void take_codes(Side side, const u8* codes, int slot, u8* row, int lane) {
-    constexpr int AT_ONCE = PER_LANE % 16 == 0 ? 16 : PER_LANE % 8 == 0 ? 8 : 4;
+// What makes codes, which count 2^-24, the numbers of elements, or with `kept` leaves them as they are.
+struct ToNumbers {
+    u32 two, first;
+
+    // Codes of this width; an element is this often 2 code + 1 - 2^bits.
+    __device__ __forceinline__ static ToNumbers of(int bits, u32 factor, bool kept) {
+        const u32 two = bits == 2 && factor > 1 ? 0x5400u : bits == 4 && factor > 1 ? 0x4e00u : 0x4000u;
+        return {twice(kept ? 0x3c00u : two), kept ? 0u : twice(0x8000u + ((1u << bits) - 1u) * factor)};
+    }
+    // A pair of them at bit `bit` of halves.
+    __device__ __forceinline__ u32 pair(u32 codes, u32 bit) const {
+        return pair_fused(codes, two - bit * 0x04000400u, first);
+    }
+};
+
+// Asks for the words of a lane with the codes of a slot in tiles from `tile` on of a run that begins at
+// `run`: of keys two words side by side, of values four.
+template <Side SIDE, int BITS, int COUNT>
+__device__ __forceinline__ void ask_for_tiles(const u8* run, u32 slot, int tile, u32 (&words)[COUNT][4],
+                                              u32 lane) {
+    const u32* const from =
+        (const u32*)run +
+        (SIDE == KEYS ? 4 * (slot / 2) + 2 * lane : 16 * lane + slot / 4 + (BITS == 8 ? 32 * (slot % 2) : 0));
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        const int t = tile + i;
+        const u32* const at = from + 32 * (BITS == 8 ? 2 * t : t / Fields<BITS>::TILES);
+        if (SIDE == VALUES) {
+#pragma unroll
+            for (int j = 0; j < 4; ++j) words[i][j] = at[4 * j];
+        } else {
+            (uint2&)words[i][0] = *(const uint2*)at;
+            if (BITS == 8) (uint2&)words[i][2] = *(const uint2*)(at + 32);
+        }
+    }
+}
+
+// Puts the numbers of these codes into a row; `tile`: the first in its run, `row`: where its channels begin.
+template <Side SIDE, int BITS, int COUNT>
+__device__ __forceinline__ void put_tiles(const u32 (&words)[COUNT][4], u32 slot, int tile,
+                                          const ToNumbers& to, u8* row, u32 lane) {
+    constexpr u32 MASK = ((1u << BITS) - 1u) * 0x10001u;
+    const u32 byte = SIDE == KEYS ? slot % 2
+                     : BITS == 8  ? slot / 2 % 2 * 2
+                                  : slot % 2 + slot / 2 % 2 * 2;  // where a word has codes of the slot
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        u32 pairs[2][2];  // of the first eight channels and of the others
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            if constexpr (SIDE == KEYS && BITS == 8) {
+                pairs[0][j] = to.pair(words[i][j] >> 8 * byte & MASK, 0);
+                pairs[1][j] = to.pair(words[i][2 + j] >> 8 * byte & MASK, 0);
+            } else if constexpr (BITS == 8) {
+                const u32 both = __byte_perm(words[i][2 * j], words[i][2 * j + 1], 0x5410 + 0x1111 * byte);
+                pairs[0][j] = to.pair(both & MASK, 0), pairs[1][j] = to.pair(both >> 8 & MASK, 0);
+            } else {
+                const u32 bit = BITS == 2 ? 4 * ((tile + i) % 2) : 0;
+                const u32 both =
+                    SIDE == KEYS ? words[i][j] >> BITS * byte
+                                 : __byte_perm(words[i][2 * j], words[i][2 * j + 1], 0x4400 + 0x1111 * byte);
+                pairs[0][j] = to.pair(both & MASK << bit, bit);
+                pairs[1][j] = SIDE == KEYS ? to.pair(both >> 8 & MASK << bit, bit)
+                                           : to.pair(both & MASK << (bit + BITS), bit + BITS);
+            }
+        }
+        *(uint2*)(row + 32 * i + 8 * lane) = {pairs[0][0], pairs[0][1]};
+        *(uint2*)(row + 32 * i + 8 * lane + 16) = {pairs[1][0], pairs[1][1]};
+    }
+}
+
+// Numbers of the codes of a stored vector, or raw elements, into a row.
+template <Side SIDE, int BITS>
+__device__ __forceinline__ void take_codes(const u8* codes, u32 slot, bool kept, u8* row, u32 lane) {
+    const ToNumbers to = ToNumbers::of(BITS, 1, kept);
+    if constexpr (BITS == 3 || BITS == 16) {
 #pragma unroll 1
-    for (int first = lane; first < HEAD_DIM; first += AT_ONCE * LANES) {
-        u32 code[AT_ONCE];
+        for (int first = 4 * lane; first < HEAD_DIM; first += 16) {
+            u32 code[8];
 #pragma unroll
-        for (int j = 0; j < AT_ONCE; ++j)
-            code[j] = read_code<BITS>(codes, element_at(side, slot, first + LANES * j));
+            for (int j = 0; j < 8; ++j)
+                code[j] = read_code<BITS>(codes, element_at(SIDE, slot, first + j / 4 * 8 + j % 4));
 #pragma unroll
-        for (int j = 0; j < AT_ONCE; ++j) {
-            if (BITS == 16)
-                ((u16*)row)[first + LANES * j] = (u16)code[j];
-            else
-                row[first + LANES * j] = (u8)code[j];
+            for (int j = 0; j < 8; ++j)
+                ((u16*)row)[first + j / 4 * 8 + j % 4] = (u16)(BITS == 16 ? code[j] : to.pair(code[j], 0));
+        }
+    } else {
+        constexpr int COUNT = TILES % AT_ONCE ? 1 : AT_ONCE;
+#pragma unroll 1
+        for (int t = 0; t < TILES; t += COUNT) {
+            u32 words[COUNT][4];
+            ask_for_tiles<SIDE, BITS>(codes, slot, t, words, lane);
+            put_tiles<SIDE, BITS>(words, slot, t, to, row + 32 * t, lane);
         }
     }
 }
 
 #if IN_BLOCKS
-// Words of a lane with the codes of its slot's tiles of a block, the first of them tile `tile` of its run.
-template <int BITS>
-__device__ __forceinline__ void ask_for_block(const u32* run, int tile, u32 (&words)[BLOCK_TILES][2]) {
-#pragma unroll
-    for (int i = 0; i < BLOCK_TILES; ++i) {
-        const int t = tile + i, word = BITS == 8 ? 2 * t : t / Fields<BITS>::TILES;
-        words[i][0] = run[32 * word];
-        if (BITS == 8) words[i][1] = run[32 * word + 32];
-    }
-}
+// The same of a key of a profile.
+struct TakeKey {
+    const u8* codes;
+    u32 slot;
+    bool kept;
+    u8* row;
+    u32 lane;
 
-// Puts these codes, of four channels each, into a row, a byte each; `odd`: the slot is.
-template <int BITS>
-__device__ __forceinline__ void put_block(const u32 (&words)[BLOCK_TILES][2], int tile, u32 odd, u8* row) {
+    template <u32 PROFILE>
+    __device__ __forceinline__ void of() const {
+        constexpr int BLOCKS = AT_ONCE / BLOCK_TILES > 0 ? AT_ONCE / BLOCK_TILES : 1;
 #pragma unroll
-    for (int i = 0; i < BLOCK_TILES; ++i) {
-        u32 codes;
-        if constexpr (BITS == 8)
-            codes = __byte_perm(words[i][0] >> 8 * odd, words[i][1] >> 8 * odd, 0x6420);
-        else
-            codes = __byte_perm(words[i][0] >> (BITS == 2 ? 4 * ((tile + i) % 2) + 2 * odd : 4 * odd) &
-                                    ((1u << BITS) - 1u) * 0x01010101u,
-                                0, 0x3120);
-        *(u16*)(row + 16 * i) = (u16)codes, *(u16*)(row + 16 * i + 8) = (u16)(codes >> 16);
-    }
-}
-
-// Codes of a stored key, AT_ONCE blocks at a time; a lane has channels 2 lane, the next, and those 8 further
-// on of every 16, which share words.
-__device__ __forceinline__ void take_key(const Region& from, u32 slot, u8* row, u32 lane) {
-    constexpr int AT_ONCE = HEAD_DIM < 128 ? KEY_BLOCKS : 2;
-#pragma unroll 1
-    for (int first = 0; first < KEY_BLOCKS; first += AT_ONCE) {
-        u32 words[AT_ONCE][BLOCK_TILES][2];
-        int tiles[AT_ONCE];
+        for (int first = 0; first < KEY_BLOCKS; first += BLOCKS) {
+            u32 words[BLOCKS][BLOCK_TILES][4];
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            const Run run = run_of_block(from.bits, first + i);
-            const u32* const codes = (const u32*)from.codes + 32 * run.word + 4 * (slot / 2) + lane;
-            tiles[i] = BLOCK_TILES * (first + i - run.first);
-            KVLAB_FOR_WIDTH(width_of_block(from.bits, first + i),
-                            ask_for_block<BITS>(codes, tiles[i], words[i]));
-        }
+            for (int i = 0; i < BLOCKS; ++i) {
+                const Run run = run_of_block(PROFILE, first + i);
+                KVLAB_FOR_WIDTH(
+                    width_of_block(PROFILE, first + i),
+                    (ask_for_tiles<KEYS, BITS>(codes + 128 * run.word, slot,
+                                               BLOCK_TILES * (first + i - run.first), words[i], lane)));
+            }
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
-            u8* const to = row + 16 * BLOCK_TILES * (first + i) + 2 * lane;
-            KVLAB_FOR_WIDTH(width_of_block(from.bits, first + i),
-                            put_block<BITS>(words[i], tiles[i], slot % 2, to));
+            for (int i = 0; i < BLOCKS; ++i) {
+                const Run run = run_of_block(PROFILE, first + i);
+                const int width = width_of_block(PROFILE, first + i);
+                const ToNumbers to = ToNumbers::of(width, factor_of_width(width), kept);
+                u8* const at = row + 32 * BLOCK_TILES * (first + i);
+                KVLAB_FOR_WIDTH(
+                    width, (put_tiles<KEYS, BITS>(words[i], slot, BLOCK_TILES * (first + i - run.first), to,
+                                                  at, lane)));
+                if (!width)
+#pragma unroll
+                    for (int t = 0; t < 2 * BLOCK_TILES; ++t) *(uint2*)(at + 16 * t + 8 * lane) = {0, 0};
+            }
         }
     }
-}
-static_assert(!IN_BLOCKS || LANES == 4, "a lane for each pair of channels of eight");
+};
 #endif
 
-__device__ __forceinline__ void take_stored(Side side, const Region& from, int slot, u8* row, int lane) {
+template <Side SIDE>
+__device__ __forceinline__ void take_stored(const Region& from, u32 slot, bool kept, u8* row, u32 lane) {
 #if IN_BLOCKS
-    if (side == KEYS && from.bits != 16) return take_key(from, slot, row, lane);
+    if (SIDE == KEYS && from.bits != 16)
+        return with_profile(from.bits, TakeKey{from.codes, slot, kept, row, lane});
 #endif
     switch (from.bits) {
         case 2:
-            return take_codes<2>(side, from.codes, slot, row, lane);
+            return take_codes<SIDE, 2>(from.codes, slot, kept, row, lane);
         case 3:
-            return take_codes<3>(side, from.codes, slot, row, lane);
+            return take_codes<SIDE, 3>(from.codes, slot, kept, row, lane);
         case 4:
-            return take_codes<4>(side, from.codes, slot, row, lane);
+            return take_codes<SIDE, 4>(from.codes, slot, kept, row, lane);
         case 8:
-            return take_codes<8>(side, from.codes, slot, row, lane);
+            return take_codes<SIDE, 8>(from.codes, slot, kept, row, lane);
         case 16:
-            return take_codes<16>(side, from.codes, slot, row, lane);
+            return take_codes<SIDE, 16>(from.codes, slot, kept, row, lane);
     }
 }
 
@@ -130,185 +198,120 @@ __device__ __forceinline__ Region source_of(Side side, const LayerState& s, cons
 // Which rows are filled.
 enum Kinds { RAW_ROWS = 1, CODED_ROWS = 2 };
 
-// Puts vectors that have not been asked for into their rows, of the kinds that are named: raw ones, and
-// codes, a byte each. No move goes from codes to raw elements: lower rungs are narrower on both sides, or as
-// wide.
-__device__ __forceinline__ void fill_rows(Side side, int kinds, const LayerState& s,
-                                          const NewTokens& new_tokens, const Shared& shared, PageState& page,
-                                          u8* rows) {
+// Puts vectors that have not been asked for into their rows, of the kinds that are named: raw ones, and the
+// numbers of codes, or codes that go as they are. No move goes from codes to raw elements: lower rungs are
+// narrower on both sides, or as wide.
+template <Side SIDE>
+__device__ __forceinline__ void fill_rows(int kinds, const LayerState& s, const NewTokens& new_tokens,
+                                          const Shared& shared, PageState& page, u8* rows) {
     const u32 lane = lane_again() % LANES;
-#pragma unroll 1
-    for (u32 at = lane_again() / LANES; at < PAGE; at += 32 / LANES) {
-        const Move move = (const Move&)page.moves[at];
-        const Region from = source_of(side, s, move);
-        if (!(kinds & (from.bits == 16 ? RAW_ROWS : CODED_ROWS))) continue;
-        u8* const row = row_for(rows, move);
-        if (is_stored(move)) {
-            const u8 step = from.bits != 16 ? from.steps[move.from_slot] : 0;  // asked for before codes
-            take_stored(side, from, move.from_slot, row, lane);
-            if (lane == 0) page.steps[move.to_slot] = step;
-        } else if (move.from_rung != NO_MOVE && !shared.in_units) {
-            const u16* vector = new_vector(side, new_tokens, index_of(new_tokens, move, shared));
+    const Move move = (const Move&)page.moves[lane_again() / LANES];
+    const Region from = source_of(SIDE, s, move);
+    if (!(kinds & (from.bits == 16 ? RAW_ROWS : CODED_ROWS))) return;
+    u8* const row = row_for(rows, move);
+    if (is_stored(move)) {
+        const u8 step = from.bits != 16 ? from.steps[move.from_slot] : 0;  // asked for before codes
+        const bool kept = from.bits == page.to.bits;
+        take_stored<SIDE>(from, move.from_slot, kept, row, lane);
+        if (step > HIGHEST_STEP && !kept)
+            for (int i = lane; i < HEAD_DIM / 4; i += LANES) ((uint2*)row)[i] = {0, 0};  // its own
+        if (lane == 0) page.steps[move.to_slot] = step;
+    } else if (move.from_rung != NO_MOVE && !shared.in_units) {
+        const u16* vector = new_vector(SIDE, new_tokens, index_of(new_tokens, move, shared));
 #pragma unroll 4
-            for (int i = lane; i < HEAD_DIM; i += LANES) ((u16*)row)[i] = vector[i];
-        }
+        for (int i = lane; i < HEAD_DIM; i += LANES) ((u16*)row)[i] = vector[i];
     }
 }
+static_assert(LANES * PAGE == 32, "lanes for all rows");
 
-// What a row of the 16 of a warp holds.
-struct Row {
-    int slot, bits;  // bits: 16 where there is no vector
-    u32 step;
-};
-
-__device__ __forceinline__ Row row_at(const PageState& page, int slot) {
-    if (!(page.mask >> slot & 1)) return {slot, 16, 0};
-    return {slot, page.bits[slot], page.steps[slot]};
+// What a row holds: raw elements (16), as do those where there is no vector, or what was of so many bits.
+__device__ __forceinline__ int bits_of_row(const PageState& page, u32 slot) {
+    return page.mask >> slot & 1 ? page.bits[slot] : 16;
 }
 
-// A pair of codes of a row of them, in the lowest bits of both halves.
-__device__ __forceinline__ u32 pair_of_codes(const u8* row, int channel) {
-    return __byte_perm(*(const u16*)(row + channel), 0, 0x4140);
+// Puts the numbers of stored codes, which are rotated already, in place of what their rows gave as raw ones.
+__device__ __forceinline__ void take_numbers(u8* rows, const PageState& page, Vectors& x, Loaded& loaded,
+                                             u32 lane) {
+    const u32 slot = lane / 4 * 2, from = shared_address(rows) + Rows::at(lane % 16, lane / 16 * 8);
+    const bool coded[2] = {bits_of_row(page, slot) != 16, bits_of_row(page, slot + 1) != 16};
+#pragma unroll
+    for (int t = 0; t < TILES; ++t) {
+        u32 numbers[4];
+        load_matrices(numbers, from + 32 * t);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (coded[i % 2]) x[t][i] = numbers[i];
+    }
+    if (!(lane % 2 ? coded[1] : coded[0])) return;
+    const u32 step = page.steps[slot + lane % 2];
+    const bool finite = step <= HIGHEST_STEP;
+    loaded.factor = finite ? step_value(step) : 0.f, loaded.finite = finite, loaded.decoded = true;
 }
 
-// Puts the numbers of stored codes, which are rotated already, in place of what rows of codes gave as raw
-// ones.
-__device__ __forceinline__ void take_numbers(const u8* rows, const Row (&row)[2], Vectors& x, Loaded& loaded,
-                                             int lane) {
-    const int g = lane / 4, u = lane % 4;
+// Puts the codes of rows that go as they are in their place. What `lifted` says of a tile is added.
+template <class F>
+__device__ __forceinline__ void keep_codes(int bits, const u8* rows, const PageState& page, Vectors& x,
+                                           u32 lane, F lifted) {
+    const u32 g = lane / 4, u = lane % 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        if (row[i].bits == 16) continue;
-        // 2 code + 1 - 2^bits, which count 2^-24 as codes do.
-        const bool finite = row[i].step <= HIGHEST_STEP;
-        const u32 two = finite ? 0x40004000u : 0,
-                  first = finite ? (0x7fffu + (1u << row[i].bits)) * 0x10001u : 0;
+        if (bits_of_row(page, 2 * g + i) != bits) continue;
+        const u8* const row = rows + (g + 8 * i) * Rows::BYTES + 4 * u;
 #pragma unroll
         for (int t = 0; t < TILES; ++t)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const u8* codes = rows + (g + 8 * i) * Rows::BYTES;
-                x[t][i + 2 * half] = pair_fused(pair_of_codes(codes, 16 * t + 8 * half + 2 * u), two, first);
-            }
-        if (u % 2 == i)
-            loaded.factor = finite ? step_value(row[i].step) : 0.f, loaded.finite = finite,
-            loaded.decoded = true;
+            for (int half = 0; half < 2; ++half)
+                x[t][i + 2 * half] = *(const u32*)(row + 32 * t + 16 * half) + lifted(t);
     }
 }
 
-// Puts the codes of rows that go as they are in their place.
-template <int BITS>
-__device__ __forceinline__ void keep_codes(const u8* rows, const Row (&row)[2], Vectors& x, int lane) {
-    const int g = lane / 4, u = lane % 4;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        if (row[i].bits != BITS) continue;
-#pragma unroll
-        for (int t = 0; t < TILES; ++t)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const u8* codes = rows + (g + 8 * i) * Rows::BYTES;
-                x[t][i + 2 * half] =
-                    pair_of_codes(codes, 16 * t + 8 * half + 2 * u) + (BITS < 8 ? LIFTED * 0x10001u : 0);
-            }
-    }
+// Stores the steps of a page: of this lane's row this byte, or the one that its codes kept.
+__device__ __forceinline__ void store_steps(u32 byte, bool finite, int bits, const PageState& page,
+                                            u32 lane) {
+    const u32 slot = lane / 4 * 2 + lane % 2;
+    if (lane % 4 < 2 && page.mask >> slot & 1)
+        page.to.steps[slot] = (u8)(page.bits[slot] == bits ? page.steps[slot] : finite ? byte : NAN_STEP);
 }
 
-// Stores the steps of a page: of this lane's row this byte, if it counts.
-__device__ __forceinline__ void store_steps(u32 byte, bool finite, int bits, const Row (&row)[2],
-                                            const PageState& page, u32 lane) {
-    const Row mine = lane % 2 ? row[1] : row[0];
-    if (lane % 4 < 2 && page.mask >> mine.slot & 1)
-        page.to.steps[mine.slot] = (u8)(mine.bits == bits ? mine.step : finite ? byte : NAN_STEP);
-}
-
-// Stores the codes of a page and its steps.
-template <Side SIDE, int BITS>
-__device__ __forceinline__ void store_side(Vectors& x, u32 byte, bool finite, const u8* rows,
-                                           const Row (&row)[2], const PageState& page, u32 lane) {
-    if (page.others) keep_codes<BITS>(rows, row, x, lane);
-    store_steps(byte, finite, BITS, row, page, lane);
-    u32* const to = (u32*)page.to.codes;
-    if (page.mask == ALL_SLOTS)
-        store_codes<SIDE, BITS, true>(to, x, page.mask, lane);
+template <int BITS, bool WHOLE>
+__device__ __forceinline__ void store_side(Side side, u32* to, Vectors& x, u32 mask, u32 lane) {
+    if (!IN_BLOCKS && side == KEYS)
+        store_codes<KEYS, BITS, WHOLE>(to, x, mask, lane);
     else
-        store_codes<SIDE, BITS, false>(to, x, page.mask, lane);
+        store_codes<VALUES, BITS, WHOLE>(to, x, mask, lane);
 }
 
 template <int BITS>
 __device__ __forceinline__ void encode_page(Side side, Vectors& x, const Loaded& loaded, const u8* rows,
-                                            const Row (&row)[2], const PageState& page, u32 lane) {
+                                            const PageState& page, u32 lane) {
     const u32 byte = encode<BITS, true>(x, loaded, lane);
-    if (!IN_BLOCKS && side == KEYS)
-        store_side<KEYS, BITS>(x, byte, loaded.finite, rows, row, page, lane);
+    if (page.others)
+        keep_codes(BITS, rows, page, x, lane, [](int) { return BITS < 8 ? LIFTED * 0x10001u : 0u; });
+    store_steps(byte, loaded.finite, BITS, page, lane);
+    u32* const to = (u32*)page.to.codes;
+    if (page.mask == ALL_SLOTS)
+        store_side<BITS, true>(side, to, x, page.mask, lane);
     else
-        store_side<VALUES, BITS>(x, byte, loaded.finite, rows, row, page, lane);
+        store_side<BITS, false>(side, to, x, page.mask, lane);
 }
 
 #if IN_BLOCKS
-// A number in both halves.
-__device__ __forceinline__ u32 of_width(int width, u32 two, u32 four, u32 eight) {
-    return (width == 2 ? two : width == 4 ? four : width == 8 ? eight : 0) * 0x10001u;
-}
-
-// What take_numbers and keep_codes do, for keys of profiles: numbers are whole steps.
-__device__ __forceinline__ void take_key_numbers(const u8* rows, const Row (&row)[2], Vectors& x,
-                                                 Loaded& loaded, int lane) {
-    const int g = lane / 4, u = lane % 4;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        if (row[i].bits == 16) continue;
-        const bool finite = row[i].step <= HIGHEST_STEP;
-        const u8* const codes = rows + (g + 8 * i) * Rows::BYTES;
-#pragma unroll
-        for (int block = 0; block < KEY_BLOCKS; ++block) {
-            const int width = finite ? width_of_block(row[i].bits, block) : 0;
-            const u32 two = of_width(width, 0x5400, 0x4e00, 0x4000),  // 2 F
-                first = of_width(width, 0x8000 + 3 * 32, 0x8000 + 15 * 12, 0x8000 + 255);
-#pragma unroll
-            for (int t = BLOCK_TILES * block; t < BLOCK_TILES * (block + 1); ++t)
-#pragma unroll
-                for (int half = 0; half < 2; ++half)
-                    x[t][i + 2 * half] =
-                        pair_fused(pair_of_codes(codes, 16 * t + 8 * half + 2 * u), two, first);
-        }
-        if (u % 2 == i)
-            loaded.factor = finite ? step_value(row[i].step) : 0.f, loaded.finite = finite,
-            loaded.decoded = true;
-    }
-}
-
-__device__ __forceinline__ void keep_key_codes(int profile, const u8* rows, const Row (&row)[2], Vectors& x,
-                                               int lane) {
-    const int g = lane / 4, u = lane % 4;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        if (row[i].bits != profile) continue;
-        const u8* const codes = rows + (g + 8 * i) * Rows::BYTES;
-#pragma unroll
-        for (int t = 0; t < TILES; ++t) {
-            const u32 lifted = width_of_block(profile, t / BLOCK_TILES) < 8 ? LIFTED * 0x10001u : 0;
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-                x[t][i + 2 * half] = pair_of_codes(codes, 16 * t + 8 * half + 2 * u) + lifted;
-        }
-    }
-}
-
 struct EncodeKeys {
     Vectors& x;
     const Loaded& loaded;
     const Frame& frame;
     const u8* rows;
-    const Row (&row)[2];
     const PageState& page;
     u32 lane;
 
     template <u32 PROFILE>
     __device__ __forceinline__ void of() const {
         const u32 byte = encode_keys<PROFILE, true>(x, loaded, frame, lane);
-        if (page.others) keep_key_codes(PROFILE, rows, row, x, lane);
-        store_steps(byte, loaded.finite, PROFILE, row, page, lane);
+        if (page.others)
+            keep_codes(PROFILE, rows, page, x, lane, [](int t) {
+                return width_of_block(PROFILE, t / BLOCK_TILES) < 8 ? LIFTED * 0x10001u : 0u;
+            });
+        store_steps(byte, loaded.finite, PROFILE, page, lane);
         u32* const to = (u32*)page.to.codes;
         if (page.mask == ALL_SLOTS)
             store_profile<true>(to, x, PROFILE, page.mask, lane);
@@ -339,15 +342,6 @@ __device__ __forceinline__ u32 tail_of(const LayerState& s, const NewTokens& new
     return slot | (u32)from[2 * PAGE + move.from_slot] << 16 | ((const u16*)from)[move.from_slot];
 }
 
-// Whether a row holds raw elements; where keys are kept in blocks, pages without them skip what is for these.
-__device__ __forceinline__ bool any_raw(const PageState& page) {
-#if IN_BLOCKS
-    return page.any_raw;
-#else
-    return true;
-#endif
-}
-
 __device__ __forceinline__ void clear(Vectors& x) {
 #pragma unroll
     for (int t = 0; t < TILES; ++t)
@@ -367,6 +361,13 @@ __device__ __forceinline__ void take_frame(const PageState& page, Frame& frame, 
     __syncwarp();  // the frame is there
 }
 
+// Stores positions and importance of this lane's move.
+__device__ __forceinline__ void store_tail(const PageState& page, u32 tail) {
+    if (tail == NO_TAIL) return;
+    ((u16*)page.tail)[tail >> 24] = (u16)tail;
+    page.tail[2 * PAGE + (tail >> 24)] = (u8)(tail >> 16);
+}
+
 extern "C" __global__ void __launch_bounds__(WRITE_THREADS, BLOCKS)
     write_tokens(const LayerState* layers, const MoveList* lists,
                  const __grid_constant__ NewTokens new_tokens) {
@@ -376,8 +377,9 @@ extern "C" __global__ void __launch_bounds__(WRITE_THREADS, BLOCKS)
     const MoveList& list = lists[blockIdx.y];
     const Side side = (Side)blockIdx.z;
 #if IN_BLOCKS  // neighbours of the list, whose code its warps share
-    const u64 all = *list.num_groups;
-    const int pages = (int)(all * (blockIdx.x + 1) / gridDim.x), stride = WRITE_WARPS;
+    const u32 all = *list.num_groups, each = all / gridDim.x, more = all % gridDim.x;
+    const int first = each * blockIdx.x + min(blockIdx.x, more), stride = WRITE_WARPS;
+    const int pages = first + each + (blockIdx.x < more);
 #else
     const int pages = *list.num_groups, stride = gridDim.x * WRITE_WARPS;
 #endif
@@ -386,12 +388,13 @@ extern "C" __global__ void __launch_bounds__(WRITE_THREADS, BLOCKS)
         shared.heads = s.heads;
         shared.per_head = ~0u / s.heads;
         shared.in_units = are_in_units(s, new_tokens);
+        shared.pages = pages;
     }
-    if (warp == 0) shared.signs[lane] = Signs::of(lane);
+    if (warp == 0) shared.signs[lane] = Signs::of(lane, side == VALUES);
     __syncthreads();  // what warps share is there
     WarpSpace& space = ((WarpSpace*)spaces)[warp];
 #if IN_BLOCKS
-    const int begin = (int)(all * blockIdx.x / gridDim.x) + warp;
+    const int begin = first + warp;
 #else
     const int begin = blockIdx.x + gridDim.x * warp;  // CTAs share the last pages
 #endif
@@ -404,20 +407,24 @@ extern "C" __global__ void __launch_bounds__(WRITE_THREADS, BLOCKS)
     }
     u32 now = 0, half = 0;
 #pragma unroll 1
-    for (int number = begin; number < pages; number += stride) {
+    for (int number = begin; number < shared.pages; number += stride) {
+        const u32 lane = lane_again();
         PageState &page = space.pages[now], &next = space.pages[now == 2 ? 0 : now + 1],
                   &then = space.pages[now == 0 ? 2 : now - 1];
         u8* const rows = space.rows[half];
         wait_copies();
         __syncwarp();  // rows, means and moves are there; the page before is stored
-        if (side == KEYS && any_raw(page)) take_frame(page, space.frame, lane);
-        if (number + stride < pages) ask_for_page(side, s, new_tokens, space.rows[half ^ 1], shared, next);
-        if (number + 2 * stride < pages) ask_for_moves(list, number + 2 * stride, then.moves);
+        if (side == KEYS && page.any_raw) take_frame(page, space.frame, lane);
+        if (number + stride < shared.pages)
+            ask_for_page(side, s, new_tokens, space.rows[half ^ 1], shared, next);
+        if (number + 2 * stride < shared.pages) ask_for_moves(list, number + 2 * stride, then.moves);
         const u32 tail = side == KEYS ? tail_of(s, new_tokens, shared, page, lane) : NO_TAIL;
         if (page.others) {
             // Raw keys are put in order of their blocks before codes take their rows.
-            const int kinds = IN_BLOCKS && side == KEYS ? any_raw(page) * RAW_ROWS : RAW_ROWS | CODED_ROWS;
-            if (kinds) fill_rows(side, kinds, s, new_tokens, shared, page, rows);
+            if (side == VALUES)
+                fill_rows<VALUES>(RAW_ROWS | CODED_ROWS, s, new_tokens, shared, page, rows);
+            else if (!IN_BLOCKS || page.any_raw)
+                fill_rows<KEYS>(RAW_ROWS | !IN_BLOCKS * CODED_ROWS, s, new_tokens, shared, page, rows);
             __syncwarp();  // raw rows are whole, or all are and all sources of this page have been read
         }
         if (page.to.bits == 16) {
@@ -425,43 +432,32 @@ extern "C" __global__ void __launch_bounds__(WRITE_THREADS, BLOCKS)
                 store_raw<KEYS, Rows, false>((u32*)page.to.codes, rows, page.mask, lane);
             else
                 store_raw<VALUES, Rows, false>((u32*)page.to.codes, rows, page.mask, lane);
+            store_tail(page, tail);
         } else {
-            const int slot = lane / 4 * 2;
-            Row row[2] = {{slot, 16, 0}, {slot + 1, 16, 0}};
             Vectors x;
             const Frame* const frame = side == KEYS ? &space.frame : nullptr;
             Loaded loaded = {{0, 0}, 0.f, true, false};
-            if (any_raw(page)) {
+            if (page.any_raw) {
                 loaded = load_raw<Rows>(rows, frame, exponent_of(side, s, page), x, lane);
                 rotate_integers(x, shared.signs[lane], frame, loaded, lane);
             } else {
                 clear(x);
             }
-#if IN_BLOCKS
-            if (side == KEYS) {
-                if (page.others) {
+            if (page.others) {
+                if (IN_BLOCKS && side == KEYS) {
                     __syncwarp();  // all lanes have read raw rows
-                    fill_rows(KEYS, CODED_ROWS, s, new_tokens, shared, page, rows);
+                    fill_rows<KEYS>(CODED_ROWS, s, new_tokens, shared, page, rows);
                     __syncwarp();  // codes are there, and all sources of this page have been read
-#pragma unroll
-                    for (int i = 0; i < 2; ++i) row[i] = row_at(page, slot + i);
-                    take_key_numbers(rows, row, x, loaded, lane);
                 }
-                with_profile(page.to.bits, EncodeKeys{x, loaded, *frame, rows, row, page, lane});
-            } else
-#endif
-            {
-                if (page.others) {
-#pragma unroll
-                    for (int i = 0; i < 2; ++i) row[i] = row_at(page, slot + i);
-                    take_numbers(rows, row, x, loaded, lane);
-                }
-                KVLAB_FOR_WIDTH(page.to.bits, encode_page<BITS>(side, x, loaded, rows, row, page, lane));
+                take_numbers(rows, page, x, loaded, lane);
             }
-        }
-        if (tail != NO_TAIL) {
-            ((u16*)page.tail)[tail >> 24] = (u16)tail;
-            page.tail[2 * PAGE + (tail >> 24)] = (u8)(tail >> 16);
+            store_tail(page, tail);
+#if IN_BLOCKS
+            if (side == KEYS)
+                with_profile(page.to.bits, EncodeKeys{x, loaded, *frame, rows, page, lane});
+            else
+#endif
+                KVLAB_FOR_WIDTH(page.to.bits, encode_page<BITS>(side, x, loaded, rows, page, lane));
         }
         now = now == 2 ? 0 : now + 1, half ^= 1;
     }

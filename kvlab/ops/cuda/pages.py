@@ -78,7 +78,7 @@ _WRITE_STORED = struct.Struct("i").pack_into
 MAX_GROUP = 16
 """Query heads of a KV head that one append can take."""
 _THREADS, _WRITE_THREADS, _APPEND_THREADS, _FREEZE_THREADS, _TABLE_THREADS = 256, 128, 512, 512, 1024
-_BLOCKS = 36  # a multiprocessor, of all layers together: whole waves of 2, 3 or 4 at a time
+_BLOCKS, _MOVE_BLOCKS = 36, 12  # a multiprocessor, of all layers together: whole waves of 2, 3, 4 or 6
 _FEW_BLOCKS = 8  # where most lists are empty or short
 _MANY_PAGES = 4096  # from which on a warp writes four at a time
 
@@ -169,9 +169,11 @@ def write_tokens(
     if groups * layers >= _MANY_PAGES and _can_prefill(new_tokens):
         kernel = _kernel("pages/prefill", "write_prefill", head_dim, dtype, device, profiles=profiles)
         row = -(-2 * head_dim // 128) * 128
-        own = 13 * head_dim + 1984 if in_blocks else 5 * head_dim + 1920
+        together = 8 if head_dim == 64 else 4  # PAGES there
+        own = 5 * head_dim + 508 * together + 48
+        own += 8 * head_dim + 8 * together + 32 if in_blocks else 0
         each = -(-(own + TOKENS_PER_PAGE * row) // 128) * 128  # WarpSpace in pages/prefill.cu
-        on_hopper = 24 if in_blocks and head_dim < 128 else 20
+        on_hopper = 28 if head_dim == 64 else 20
         most = {9: on_hopper, 12: 12}.get(compute_capability(device)[0], 16)  # WARPS there
         most = 8 if head_dim > 128 else most
         free = shared_memory_per_block(device) - kernel.resources.shared_bytes
@@ -180,7 +182,7 @@ def write_tokens(
         kernel(grid, (32 * warps,), (states, lists, new_tokens), warps * each, stream)
         return
     kernel = _kernel("pages/write", "write_tokens", head_dim, dtype, device, profiles=profiles)
-    blocks = _BLOCKS if new_tokens["k"] else _FEW_BLOCKS
+    blocks = _BLOCKS if new_tokens["k"] else _MOVE_BLOCKS
     warps = _WRITE_THREADS // 32
     grid = _grid(-(-groups // warps), layers, blocks * multiprocessors(device))
     own = 89 * head_dim + 1856 if in_blocks else 78 * head_dim + 1728  # WarpSpace in pages/sources.cuh
