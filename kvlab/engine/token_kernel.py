@@ -27,6 +27,8 @@ _WHOLE_RING = 192  # KiB of slots, from which on more gain nothing
 _OUTPUTS = ("out", "o", "down")  # products whose columns are split
 _SPLIT = 16  # KiB that memory brings a block while sums of twice as many splits are added up
 _SPLIT_ROW = 1  # KiB more for each row, where nothing else lies between a product and the next
+_UNEVEN = 0.2  # of the KiB that a block has more than the mean; the others copy weights of the next phase
+_FEW_ROWS = 4  # up to which that counts; for 8 rows and more it made no difference
 _LONG_PHASE = 64  # KiB of outputs for a block, from which on parallel layers are faster with two splits
 
 
@@ -124,9 +126,8 @@ class TokenKernel:
         """What splits cost a phase of outputs, in KiB that memory brings a block meanwhile.
 
         The part of a ring that is not there and covers nothing of a wait, which is all of it where slots are
-        too small; and sums on their way from block to block, where splits are more or fewer than what was
-        fastest with a whole ring on an H100. Uneven tiles cost nothing: blocks without one copy weights of
-        the next phase.
+        too small; sums on their way from block to block, where splits are more or fewer than what was
+        fastest with a whole ring on an H100; and of few rows tiles that are dealt out unevenly.
         """
         geometry = self.geometry
         columns = sum(c for name, (_, c) in geometry.products().items() if name in _OUTPUTS)
@@ -135,7 +136,11 @@ class TokenKernel:
         share = 1.0 if size >= _SMALL_SLOT else _SMALL_SHARE if size >= _MIN_SLOT else 0.0
         ring = share * self.slots * size
         sums = _SPLIT if geometry.parallel else _SPLIT + _SPLIT_ROW * self.batch
-        return _WHOLE_RING - min(ring, _WHOLE_RING) + sums * abs(math.log2(self.splits) - long)
+        found = _WHOLE_RING - min(ring, _WHOLE_RING) + sums * abs(math.log2(self.splits) - long)
+        if self.batch > _FEW_ROWS:
+            return found
+        of_block = geometry.hidden // 16 / (multiprocessors // self.splits)  # tiles
+        return found + _UNEVEN * (math.ceil(of_block) - of_block) * columns / self.splits / 32
 
     @property
     def threads(self) -> int:

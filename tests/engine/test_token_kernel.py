@@ -78,7 +78,7 @@ def test_known_models_have_a_kernel(name: str, batch: int) -> None:
         ("pythia-410m", {1: 2, 8: 5, 16: 4}),
         ("pythia-1b", {1: 2, 8: 4, 16: 5}),
         ("pythia-1.4b", {1: 2, 12: 5, 16: 5}),
-        ("pythia-2.8b", {8: 4, 12: 5, 16: 5}),
+        ("pythia-2.8b", {1: 4, 2: 4, 8: 4, 12: 5, 16: 5}),
         ("pythia-6.9b", {1: 2, 8: 4, 16: 5}),
         ("pythia-12b", {1: 2, 8: 5, 16: 5}),
         ("llama-2-7b", {8: 2, 16: 2}),
