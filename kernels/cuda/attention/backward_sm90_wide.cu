@@ -9,8 +9,8 @@
 //   64 at a time. It is CLUSTER_SPLIT pairs of CTAs, which share the steps evenly, the two of a pair in step;
 //   dK and dV of the pairs are added up at the end. With PERSISTENT a pair takes tiles one after another.
 //   A CTA has 64 of the keys and, of dQ, half of the channels, summed over 128 keys.
-//   Warps 0 to 3: warp 0 loads (attention/backward_sm90.cuh); one thread each of warps 1 and 2 adds dQ of a
-//   warpgroup to the workspace.
+//   Warps 0 to 3: warp 0 loads (attention/backward_sm90.cuh); one thread each of warps 1 and 2, in a
+//   deterministic call of 3 as well, adds dQ to the workspace.
 //   Warps 4 to 7 compute S = K Q^T and P, warps 8 to 11 dP = V dout^T and dS, all keys by all rows. Then each
 //   of the two warpgroups has 128 channels of dK and dV by all keys, and 64 channels of dQ by all rows.
 //
@@ -377,6 +377,18 @@ __device__ __forceinline__ DqPart dq_part_of(const Call& call, const TileInfo& t
             call.dq_semaphore + workspace_row / 16 + block, (u32)count_tiles_before(call, t, row)};
 }
 
+// Waits until all earlier tiles have added to a part of dq, and lets the next one do so. An addition that was
+// waited for is made where all see it, and the next is issued behind the look that saw its turn. So no
+// fence is needed, as a release has one: it takes as long as an addition.
+__device__ __forceinline__ void wait_turn(const u32* semaphore, u32 value) {
+    u32 now;
+    do asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(semaphore) : "memory");
+    while (now != value);
+}
+__device__ __forceinline__ void pass_turn(u32* semaphore) {
+    asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(semaphore) : "memory");
+}
+
 // Adds parts of dQ to the workspace. A step has two, one of each warpgroup, and a thread every part of
 // ADDERS: so a barrier that says a part is there has one thread that waits for it. In a deterministic call
 // the thread waits for its turn before dQ is there, and passes it on when the addition is complete, which
@@ -388,7 +400,7 @@ __device__ __forceinline__ void add_dq(const Memory& m, const Pair& pair, const 
         const u32 group = (adder + step * (ADDERS - 2)) % ADDERS;  // 2 * step + group is adder, modulo ADDERS
         if (group > 1) continue;
         const DqPart part = dq_part_of(call, t, at, 2 * pair.rank + group);
-        if (DETERMINISTIC) wait_semaphore(part.semaphore, part.before);
+        if (DETERMINISTIC) wait_turn(part.semaphore, part.before);
         bool first = DETERMINISTIC && FIRST_STORES && part.before == 0;
         const bool stored = DETERMINISTIC || !FIRST_STORES || is_stored(part.semaphore);
         wait_barrier(pair.staged(group, step % ADDERS), step / ADDERS % 2);
@@ -396,7 +408,7 @@ __device__ __forceinline__ void add_dq(const Memory& m, const Pair& pair, const 
         bring_floats(part.to, m.q + step % Q_STAGES * ROW_BYTES + group * SUM_BYTES, SUM_BYTES, first);
         wait_additions_read();
         arrive(m.empty_q + 8 * (step % Q_STAGES));
-        if (DETERMINISTIC || first) wait_additions(), release_semaphore(part.semaphore);
+        if (DETERMINISTIC || first) wait_additions(), pass_turn(part.semaphore);
     }
     wait_additions();  // shared memory must not go before it is read
 }
