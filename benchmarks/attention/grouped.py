@@ -3,7 +3,8 @@
     python benchmarks/attention/grouped.py OUT.json [--only WHAT] [--cases TEXT] [--sm-margin N]
 
 Cases are ranks of 8 in zigzag context parallelism (two groups), and 2 to 16 groups of few rows whose prefixes
-end evenly spaced. Heads are query heads / KV heads, of 128 channels, in bfloat16 under a causal mask. Before
+end evenly spaced. Heads are query heads / KV heads, of 128 channels, in bfloat16 under a causal mask. "ideal"
+is one call of `kvlab.attention` with as many operations: the rows of all groups on one prefix. Before
 gradients are timed they are compared with those of separate calls, and deterministic ones with themselves.
 Contestants take turns, in another order in each; medians of 5 turns count. WHAT is forward, backward (both
 without it) or bytes: what a forward call reads from memory, by Nsight Compute.
@@ -38,6 +39,12 @@ def zigzag(tokens: int, rank: int) -> Groups:
 
 def even(tokens: int, count: int, rows: int) -> Groups:
     return [(rows, max(rows, tokens * (g + 1) // count)) for g in range(count)]
+
+
+def even_prefix(groups: Groups) -> int:
+    """Return the prefix on which the rows of all groups together see as many keys as on their own."""
+    rows = sum(own for own, _ in groups)
+    return round(sum(own * (keys - own / 2) for own, keys in groups) / rows + rows / 2)
 
 
 CASES: dict[str, tuple[Groups, int, tuple[int, int]]] = {
@@ -78,10 +85,14 @@ def arguments(groups: Groups, tokens: int, heads: tuple[int, int]) -> tuple[list
 def forward(case: str, sm_margin: int) -> Calls:
     (*q, k, v), own = arguments(*CASES[case])
     own["sm_margin"] = sm_margin
-    return {
+    calls: Calls = {
         name: partial(kvlab.grouped_attention_varlen, q, k, v, implementation=name, **own)
         for name in ("separate", "listed", "paired")
     }
+    rows, keys = torch.cat(q)[None], even_prefix(CASES[case][0])
+    if len(rows[0]) <= keys:
+        calls["ideal"] = partial(kvlab.attention, rows, k[None, :keys], v[None, :keys], causal=True)
+    return calls
 
 
 def backward(case: str, sm_margin: int) -> Calls:

@@ -22,9 +22,13 @@ from kvlab.lab.targets import ROOT, Machine, resolve
 __all__ = ["PATTERNS", "paths", "run"]
 
 PATTERNS = {
-    ("attention", "cpu"): ("ops/test_attention*.py", "ops/test_merge*.py", "reference/test_attention*.py",
-                           "integrations/test_flash_attn.py", "integrations/test_torch_autograd.py"),
-    ("attention", "cuda"): ("gpu/test_attention*.py", "gpu/test_flash_attn.py"),
+    ("attention", "cpu"): ("ops/test_attention*.py", "ops/test_merge*.py", "ops/test_grouped*.py",
+                           "reference/test_attention*.py", "reference/test_tile_list.py",
+                           "reference/test_grouped*.py", "integrations/test_flash_attn.py",
+                           "integrations/test_torch_autograd.py"),
+    ("attention", "cuda"): ("gpu/test_attention*.py", "gpu/test_flash_attn.py", "gpu/test_grouped*.py",
+                            "gpu/test_tile_list.py", "gpu/test_merge_rows.py",
+                            "gpu/test_gathered_attention.py", "gpu/test_query_gradients.py"),
     ("packed", "cpu"): ("ops/test_packed*.py", "ops/test_codec*.py", "reference/test_pages.py",
                         "cache/**/test_*.py", "integrations/test_transformers.py"),
     ("packed", "cuda"): ("gpu/test_cuda_kernels*.py", "gpu/test_codec*.py", "gpu/test_cache*.py"),
