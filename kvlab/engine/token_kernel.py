@@ -139,7 +139,7 @@ class TokenKernel:
         found = _WHOLE_RING - min(ring, _WHOLE_RING) + sums * abs(math.log2(self.splits) - long)
         if self.batch > _FEW_ROWS:
             return found
-        of_block = geometry.hidden // 16 / (multiprocessors // self.splits)  # tiles
+        of_block = geometry.hidden // 16 / max(multiprocessors // self.splits, 1)  # tiles
         return found + _UNEVEN * (math.ceil(of_block) - of_block) * columns / self.splits / 32
 
     @property

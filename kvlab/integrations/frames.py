@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvlab.integrations.patching import replaced
 from kvlab.integrations.quantized import cache_maker, quantized
 from kvlab.integrations.reading import check_ids, read_chunks
-from kvlab.ops.frame import MIN_TOKENS, FIRST
+from kvlab.ops.frame import FIRST, MIN_TOKENS
 from kvlab.ops.key_frames import KeyFrames, frames_of_layer
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ def measure_frames(model: Any, ids: torch.Tensor, *, narrow: bool = False) -> Ke
     check_ids(model, ids, None)
     if ids.shape[1] < FIRST + MIN_TOKENS:
         raise ValueError(
-            f"ids has {ids.shape[1]} tokens a row; frames need {FIRST + MIN_TOKENS} or more, and are good from "
-            f"2,000 on"
+            f"ids has {ids.shape[1]} tokens a row; frames need {FIRST + MIN_TOKENS} or more, and are good "
+            "from 2,000 on"
         )
     layers: list[tuple[NDArray[Any], ...]] = []
 

@@ -33,14 +33,14 @@ from kvlab.pages import of_channels, placed_channels
 __all__ = [
     "ASKING",
     "BLOCKS",
-    "MIN_TOKENS",
     "FIRST",
     "FITTED_TO",
     "FRAME",
     "FRAME_OF_BLOCKS",
     "LAST",
-    "MIN_EXPONENT",
     "MAX_SHIFT",
+    "MIN_EXPONENT",
+    "MIN_TOKENS",
     "STEADY_OVER",
     "add_queries",
     "awaiting",
@@ -213,9 +213,9 @@ def key_shift(
     """Return by how many binary orders (Hkv, D / 2) the rotary pairs of a row's keys are scaled down.
 
     A pair of channels i and i + D / 2, which RoPE rotates into each other, is as large as its keys without
-    their mean, over its queries. One that is `MIN_RATIO` times the median or more is multiplied, and its queries
-    divided, by the power of 2 that brings it next to the median. Keys alone cannot tell which channels
-    matter: without queries only those above 16 times the median are brought down, to twice it.
+    their mean, over its queries. One that is `MIN_RATIO` times the median or more is multiplied, and its
+    queries divided, by the power of 2 that brings it next to the median. Keys alone cannot tell which
+    channels matter: without queries only those above 16 times the median are brought down, to twice it.
 
     Parameters
     ----------

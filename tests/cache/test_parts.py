@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvlab.cache.options import parse_budget
 from kvlab.ladder import parse_bits
 from kvlab.ops.cpu.exact import attend_exact
-from kvlab.ops.frame import MIN_TOKENS, FIRST, LAST, key_mean
+from kvlab.ops.frame import FIRST, LAST, MIN_TOKENS, key_mean
 from kvlab.reference.attention import attend_rows, softmax_rows
 from kvlab.reference.importance import followed
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.ops.cpu.refit import fit_frames
-from kvlab.ops.frame import MIN_AGAIN, MIN_GROWN, MAX_SHIFT, add_queries, further_shift, key_shift
+from kvlab.ops.frame import MAX_SHIFT, MIN_AGAIN, MIN_GROWN, add_queries, further_shift, key_shift
 from kvlab.reference.blocks import BLOCKS, follow_ratios, refit_codes
 from tests.strategies import SEEDS
 

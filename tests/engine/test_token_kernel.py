@@ -69,6 +69,7 @@ def test_known_models_have_a_kernel(name: str, batch: int) -> None:
     assert kernel.shared_bytes <= SHARED_LIMIT
     assert kernel.slots * kernel.slot_blocks >= 32
     assert kernel.slot_blocks >= 4
+    TokenKernel.fitting(published(name)[0], batch, True, 7)  # of a small part of a GPU
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@
 //   64 at a time. It is CLUSTER_SPLIT pairs of CTAs, which share the steps evenly, the two of a pair in step;
 //   dK and dV of the pairs are added up at the end. With PERSISTENT a pair takes tiles one after another.
 //   A CTA has 64 of the keys and, of dQ, half of the channels, summed over 128 keys.
-//   Warps 0 to 3: warp 0 loads (attention/backward_sm90.cuh); one thread each of warps 1 and 2, in a
-//   deterministic call of 3 as well, adds dQ to the workspace.
+//   Warps 0 to 3: warp 0 loads (attention/backward_sm90.cuh); one thread each of warps 1 and 2 adds dQ of a
+//   warpgroup to the workspace.
 //   Warps 4 to 7 compute S = K Q^T and P, warps 8 to 11 dP = V dout^T and dS, all keys by all rows. Then each
 //   of the two warpgroups has 128 channels of dK and dV by all keys, and 64 channels of dQ by all rows.
 //
@@ -41,8 +41,6 @@
 static_assert(!PERSISTENT || CLUSTER_SPLIT == 1, "pairs that share keys have one tile");
 static_assert(HEAD_DIM == 256, "a warpgroup has one of four blocks of 64 channels of dQ");
 
-constexpr int ADDERS = DETERMINISTIC ? 3 : 2;  // threads that add dQ, of warps 1 on
-
 // What a CTA of a pair has beside Memory.
 struct Pair {
     int rank;                      // of the two; the CTA's keys are those of block 2 i + rank
@@ -50,12 +48,12 @@ struct Pair {
     u32 other_k;                   // [BLOCK_N, 128], from channel 128 * rank on
     u32 full_k, full_p, own_ds;    // barriers: the other's K, P and dS of the CTA are here,
     u32 full_ds, empty_ds;         // the other's dS is; it has read the CTA's
-    u32 full_dq;                   // and for each warpgroup, of steps in turns: dQ is in shared memory
-    __device__ __forceinline__ u32 staged(int group, int turn) const {
-        return full_dq + 8 * (group * ADDERS + turn);
+    u32 full_dq;                   // and for each warpgroup and stage: dQ is in shared memory
+    __device__ __forceinline__ u32 staged(int group, int stage) const {
+        return full_dq + 8 * (group * Q_STAGES + stage);
     }
 };
-constexpr int PAIR_BARRIERS = 5 + 2 * ADDERS;
+constexpr int PAIR_BARRIERS = 5 + 2 * Q_STAGES;
 
 __device__ __forceinline__ Pair layout_pair(const Memory& m, u32 barriers) {
     Pair pair;
@@ -73,9 +71,9 @@ __device__ __forceinline__ void init_barriers(const Memory& m, const Pair& pair)
     for (int i = 0; i < Q_STAGES; ++i) init_barrier(m.empty_q + 8 * i, 2);  // of threads that add dQ
     init_barrier(m.empty_dout, 8);                                          // computing warps'
     init_barrier(pair.full_k, 1), init_barrier(pair.full_ds, 1);
-    init_barrier(pair.full_p, 4), init_barrier(pair.own_ds, 4);                  // a warpgroup's warps'
-    init_barrier(pair.empty_ds, 2);                                              // the other's warpgroups'
-    for (int i = 0; i < 2 * ADDERS; ++i) init_barrier(pair.full_dq + 8 * i, 4);  // a warpgroup's warps'
+    init_barrier(pair.full_p, 4), init_barrier(pair.own_ds, 4);                    // a warpgroup's warps'
+    init_barrier(pair.empty_ds, 2);                                                // the other's warpgroups'
+    for (int i = 0; i < 2 * Q_STAGES; ++i) init_barrier(pair.full_dq + 8 * i, 4);  // a warpgroup's warps'
     fence_async();
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -210,13 +208,12 @@ __device__ __forceinline__ void reduce_dk_dv(const Memory& m, const Call& call, 
     cluster_reduce(call.dv, call, w.s, w.head, w.first_key, m.k, 1.f);
 }
 
-// The work of warps 4-7 (GROUP 0) or 8-11 (1) on a tile. `state` is that of Q, `turn` of barriers that dQ is
-// there, `parity` of what has one stage.
+// The work of warps 4-7 (GROUP 0) or 8-11 (1) on a tile. `state` is that of Q, `parity` of what has one
+// stage.
 template <int GROUP>
 __device__ __forceinline__ void compute(const Memory& m, const Pair& pair, const Call& call,
                                         const TileInfo& t, u32 keys_parity, PipelineState<Q_STAGES>& state,
-                                        PipelineState<ADDERS>& turn, u32& parity, float (&dk)[SUMS],
-                                        float (&dv)[SUMS]) {
+                                        u32& parity, float (&dk)[SUMS], float (&dv)[SUMS]) {
     const WorkTileInfo work = find_work_tile(call, t, pair.rank);
     const SeqInfo& s = work.s;
     const RowRange rows = find_row_range(call, s, work.first_key);
@@ -328,8 +325,7 @@ __device__ __forceinline__ void compute(const Memory& m, const Pair& pair, const
         if (threadIdx.x % 128 == 0) arrive_remote(pair.empty_ds);
         store_sums(m.q + stage * ROW_BYTES + GROUP * SUM_BYTES, dq);
         fence_async();
-        release(pair.staged(GROUP, ADDERS == Q_STAGES ? stage : turn.stage));
-        turn.next();
+        release(pair.staged(GROUP, stage));
     }
     if (GROUP == 0) wait_products<0>(scores);
 }
@@ -377,38 +373,39 @@ __device__ __forceinline__ DqPart dq_part_of(const Call& call, const TileInfo& t
             call.dq_semaphore + workspace_row / 16 + block, (u32)count_tiles_before(call, t, row)};
 }
 
-// Waits until all earlier tiles have added to a part of dq, and lets the next one do so. An addition that was
-// waited for is made where all see it, and the next is issued behind the look that saw its turn. So no
-// fence is needed, as a release has one: it takes as long as an addition.
-__device__ __forceinline__ void wait_turn(const u32* semaphore, u32 value) {
-    u32 now;
-    do asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(semaphore) : "memory");
-    while (now != value);
-}
-__device__ __forceinline__ void pass_turn(u32* semaphore) {
-    asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(semaphore) : "memory");
-}
-
-// Adds parts of dQ to the workspace. A step has two, one of each warpgroup, and a thread every part of
-// ADDERS: so a barrier that says a part is there has one thread that waits for it. In a deterministic call
-// the thread waits for its turn before dQ is there, and passes it on when the addition is complete, which
-// takes nearly as long as a step.
+// Adds a warpgroup's dQ of a tile to the workspace, step after step; one thread. In a deterministic call it
+// waits for its turn before dQ is there, and passes it on when the addition is complete; meanwhile it looks
+// whether the next turn has come. That look acquires nothing: an addition depends on what it saw, and reads
+// nothing that others wrote.
 __device__ __forceinline__ void add_dq(const Memory& m, const Pair& pair, const Call& call, const TileInfo& t,
-                                       u32 adder, u32& step) {
+                                       int group, PipelineState<Q_STAGES>& state) {
+    const int block = 2 * pair.rank + group;
+    Steps at = find_steps(call, t);
+    u32 seen = ~0u;
 #pragma unroll 1
-    for (Steps at = find_steps(call, t); at.more(t); at.next(call, t), ++step) {
-        const u32 group = (adder + step * (ADDERS - 2)) % ADDERS;  // 2 * step + group is adder, modulo ADDERS
-        if (group > 1) continue;
-        const DqPart part = dq_part_of(call, t, at, 2 * pair.rank + group);
-        if (DETERMINISTIC) wait_turn(part.semaphore, part.before);
-        bool first = DETERMINISTIC && FIRST_STORES && part.before == 0;
+    while (at.more(t)) {
+        const DqPart part = dq_part_of(call, t, at, block);
+        bool first = false;
+        if (DETERMINISTIC) {
+            if (seen != part.before) wait_semaphore(part.semaphore, part.before);
+            first = FIRST_STORES && part.before == 0;
+        }
         const bool stored = DETERMINISTIC || !FIRST_STORES || is_stored(part.semaphore);
-        wait_barrier(pair.staged(group, step % ADDERS), step / ADDERS % 2);
+        wait_barrier(pair.staged(group, state.stage), state.parity);
         if (!stored) first = is_first(part.semaphore);
-        bring_floats(part.to, m.q + step % Q_STAGES * ROW_BYTES + group * SUM_BYTES, SUM_BYTES, first);
+        bring_floats(part.to, m.q + state.stage * ROW_BYTES + group * SUM_BYTES, SUM_BYTES, first);
         wait_additions_read();
-        arrive(m.empty_q + 8 * (step % Q_STAGES));
-        if (DETERMINISTIC || first) wait_additions(), pass_turn(part.semaphore);
+        arrive(m.empty_q + 8 * state.stage);
+        at.next(call, t), state.next();
+        if (DETERMINISTIC || first) {
+            if (DETERMINISTIC && at.more(t))
+                asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];"
+                             : "=r"(seen)
+                             : "l"(dq_part_of(call, t, at, block).semaphore)
+                             : "memory");
+            wait_additions();
+            release_semaphore(part.semaphore);
+        }
     }
     wait_additions();  // shared memory must not go before it is read
 }
@@ -460,17 +457,16 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     }
     if (threadIdx.x < 128) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        PipelineState<Q_STAGES> q = {0, 1};  // a stage is empty before the first phase of its barrier
-        PipelineState<DOUT_STAGES> dout = {0, 1};
-        u32 step = 0;
+        PipelineState<Q_STAGES> q = {0, 1}, dq = {0, 0};  // a stage is empty before the first phase of its
+        PipelineState<DOUT_STAGES> dout = {0, 1};         // barrier
 #pragma unroll 1
         for (u32 number = 0; has_tile(tiles, number); ++number) {
             const TileInfo& tile = tiles[number % 2];
             if (threadIdx.x == 0) {
                 load(m, pair, maps, call, tile, q, dout);
                 if (PERSISTENT && pair.rank == 0) take_tile(call, tiles[number % 2 ^ 1]);
-            } else if (threadIdx.x % 32 == 0 && threadIdx.x / 32 <= ADDERS) {
-                add_dq(m, pair, call, tile, threadIdx.x / 32 - 1, step);
+            } else if (threadIdx.x == 32 || threadIdx.x == 64) {
+                add_dq(m, pair, call, tile, threadIdx.x / 32 - 1, dq);
             }
             if (CLUSTER_SPLIT > 1) sync_cluster(), sync_cluster(), sync_cluster();  // of reduce_dk_dv
             sync_cluster();
@@ -479,16 +475,15 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         const int group = __shfl_sync(ALL_LANES, threadIdx.x / 128, 0) - 1;  // uniform, for the compiler
         PipelineState<Q_STAGES> q = {0, 0};
-        PipelineState<ADDERS> turn = {0, 0};
         u32 parity = 0;
 #pragma unroll 1
         for (u32 number = 0; has_tile(tiles, number); ++number) {
             const TileInfo& tile = tiles[number % 2];
             float dk[SUMS], dv[SUMS];
             if (group == 0)
-                compute<0>(m, pair, call, tile, number % 2, q, turn, parity, dk, dv);
+                compute<0>(m, pair, call, tile, number % 2, q, parity, dk, dv);
             else
-                compute<1>(m, pair, call, tile, number % 2, q, turn, parity, dk, dv);
+                compute<1>(m, pair, call, tile, number % 2, q, parity, dk, dv);
             if (CLUSTER_SPLIT > 1)
                 reduce_dk_dv(m, call, tile, dk, dv, pair.rank, group);
             else

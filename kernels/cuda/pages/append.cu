@@ -429,5 +429,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
 // gate: HEAD_DIM=80,256 BF16=1 BITS_K=3 BITS_V=16 registers<=128
 // gate: HEAD_DIM=96 BF16=0 BITS_K=2 BITS_V=4 registers<=96 arch=sm_90a
 // gate: HEAD_DIM=128 BF16=1 BITS_K=16 BITS_V=16 registers<=96
-// gate: HEAD_DIM=128,64 BF16=1 IN_BLOCKS=1 BITS_K=0x8888 BITS_V=8 registers<=96 arch=sm_90a,sm_100a,sm_120a
+// gate: HEAD_DIM=128,64 BF16=1 IN_BLOCKS=1 BITS_K=0x8888 BITS_V=8 registers<=96 arch=sm_90a
+// gate: HEAD_DIM=128,64 BF16=1 IN_BLOCKS=1 BITS_K=0x8888 BITS_V=8 registers<=112 arch=sm_100a,sm_120a
 // gate: HEAD_DIM=256 BF16=0 IN_BLOCKS=1 BITS_K=0x4422 BITS_V=2 registers<=128 arch=sm_90a

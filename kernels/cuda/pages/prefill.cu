@@ -21,9 +21,9 @@ constexpr int ROW_BYTES = Rows::BYTES;
 constexpr int ON_HOPPER = HEAD_DIM == 64 ? 28 : 20;
 constexpr int WARPS = HEAD_DIM > 128          ? 8
                       : __CUDA_ARCH__ == 900  ? ON_HOPPER
-                      : __CUDA_ARCH__ >= 1200 ? 12                   // which fill shared memory
-                                              : 16;                  // fewer where shared memory is less
-constexpr int PAGES = HEAD_DIM == 64 ? 8 : 4, SLOTS = PAGES * PAGE;  // of pages that a warp takes together
+                      : __CUDA_ARCH__ >= 1200 ? 12   // which fill shared memory
+                                              : 16;  // fewer where shared memory is less
+constexpr int PAGES = 4, SLOTS = PAGES * PAGE;       // of pages that a warp takes together
 constexpr int LONG = 4;  // rounds of all warps from which on CTAs share a list page by page; else by parts
 
 struct alignas(16) Pages {
@@ -72,9 +72,8 @@ struct alignas(128) WarpSpace {
     }
 };
 static_assert(sizeof(WarpSpace) ==
-                  ((5 * HEAD_DIM + 508 * PAGES + 48 + (IN_BLOCKS ? 8 * HEAD_DIM + 8 * PAGES + 32 : 0)) +
-                   PAGE * ROW_BYTES + 127) /
-                      128 * 128,
+                  ((IN_BLOCKS ? 13 * HEAD_DIM + 2144 : 5 * HEAD_DIM + 2080) + PAGE * ROW_BYTES + 127) / 128 *
+                      128,
               "as the host reserves");
 
 // Waits for the copies of all lanes.

@@ -84,8 +84,8 @@ def check_separate(call: GroupedCall) -> None:
     """Refuse to compute a call group by group if its caller asked for one launch."""
     if call.implementation is not None:
         raise NotImplementedError(
-            f"implementation={call.implementation!r}: the scale must be positive, and rows of all arrays must "
-            "begin at multiples of 16 bytes, in memory that no two elements share; pass copies, or "
+            f"implementation={call.implementation!r}: the scale must be positive, and rows of all arrays "
+            "must begin at multiples of 16 bytes, in memory that no two elements share; pass copies, or "
             "implementation='separate'"
         )
 

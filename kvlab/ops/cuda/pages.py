@@ -169,9 +169,7 @@ def write_tokens(
     if groups * layers >= _MANY_PAGES and _can_prefill(new_tokens):
         kernel = _kernel("pages/prefill", "write_prefill", head_dim, dtype, device, profiles=profiles)
         row = -(-2 * head_dim // 128) * 128
-        together = 8 if head_dim == 64 else 4  # PAGES there
-        own = 5 * head_dim + 508 * together + 48
-        own += 8 * head_dim + 8 * together + 32 if in_blocks else 0
+        own = 13 * head_dim + 2144 if in_blocks else 5 * head_dim + 2080
         each = -(-(own + TOKENS_PER_PAGE * row) // 128) * 128  # WarpSpace in pages/prefill.cu
         on_hopper = 28 if head_dim == 64 else 20
         most = {9: on_hopper, 12: 12}.get(compute_capability(device)[0], 16)  # WARPS there
