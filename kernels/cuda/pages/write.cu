@@ -20,7 +20,7 @@ constexpr int THREADS = 256;  // of the other kernels
 constexpr u32 ALL_SLOTS = (1u << PAGE) - 1;
 constexpr int WRITE_THREADS = 128, WRITE_WARPS = WRITE_THREADS / 32;
 constexpr int BLOCKS = HEAD_DIM > 128 || __CUDA_ARCH__ >= 1000 ? 2
-                       : HEAD_DIM > 64                         ? 4
+                       : HEAD_DIM > 64 || __CUDA_ARCH__ < 900  ? 4
                                                                : 6;  // of a multiprocessor
 
 // A stored vector is read by two lanes: of every eight channels a lane has four side by side.
@@ -498,4 +498,3 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 // gate: HEAD_DIM=128,64,80,96 BF16=1,0 registers<=255
 // gate: HEAD_DIM=256 BF16=1,0 registers<=255
 // gate: HEAD_DIM=128,64,256 BF16=1,0 PROFILES=k4220k4422k8422k8444k8888 registers<=255
-// arch=sm_90a,sm_100a,sm_120a
