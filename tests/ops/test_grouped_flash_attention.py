@@ -47,6 +47,7 @@ def assert_right(case: GroupedCase, outs: list[Array], lses: list[Array]) -> Non
 @settings(max_examples=40)
 @given(case=grouped_cases())
 def test_any_call_agrees_with_the_reference(backend: str, implementation: str, case: GroupedCase) -> None:
+    """Outputs and log-sum-exp are within promise 2, and the arguments stay as they are."""
     before = [x.tobytes() for x in (*case.q_groups, case.k, case.v)]
     outs, lses = attend(case, backend=backend, implementation=implementation)
     assert last_backend() == backend
