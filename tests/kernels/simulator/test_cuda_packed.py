@@ -1,15 +1,12 @@
 """Packed attention of backend "numba" in Numba's CUDA simulator against float64, on tiny shapes.
 
 Needs `NUMBA_ENABLE_CUDASIM=1` before Numba is imported, so it runs in a process of its own (`make test`). The
-launcher is the one that a GPU sees; what is replaced is the edge to the device. The simulator has no
-`syncwarp`; here it is a barrier of the 32 threads of a warp.
+launcher is the one that a GPU sees; what is replaced is the edge to the device.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import threading
-from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +18,6 @@ from kvlab.numba_kernels.cuda import integers as cuda_integers
 from kvlab.numba_kernels.cuda import packed as cuda_packed
 from kvlab.numba_kernels.cuda import packed_merge as cuda_packed_merge
 from numba import cuda, types
-from numba.cuda.simulator.kernelapi import FakeCUDAModule
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
@@ -51,20 +47,6 @@ Array = NDArray[Any]
 
 # What NaN and infinity come to is part of the contract, and `np.errstate` does not reach simulated threads.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
-
-@pytest.fixture(autouse=True)
-def _warp_barriers(monkeypatch: pytest.MonkeyPatch) -> None:
-    barriers: dict[Any, threading.Barrier] = defaultdict(lambda: threading.Barrier(32))
-    lock = threading.Lock()
-
-    def syncwarp(module: FakeCUDAModule) -> None:
-        thread = threading.current_thread()
-        with lock:
-            barrier = barriers[id(thread._manager), thread.threadIdx.x // 32]  # type: ignore[attr-defined]
-        barrier.wait(timeout=60)
-
-    monkeypatch.setattr(FakeCUDAModule, "syncwarp", syncwarp, raising=False)
 
 
 class SimulatedKernel:
