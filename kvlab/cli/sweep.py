@@ -101,7 +101,8 @@ def run(
     ] = None,
     processes: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 1,
     timeout: Annotated[
-        float | None, typer.Option(help="Seconds a case may take (2 processes or more).")
+        float | None,
+        typer.Option(help="Seconds a case may take, once its worker runs (2 processes or more)."),
     ] = None,
     as_json: Json = False,
     output: Output = None,

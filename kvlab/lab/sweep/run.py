@@ -68,7 +68,7 @@ def run_cases(
     processes : int
         1: in this process, without a timeout.
     timeout : float, optional
-        Seconds that a case may take in a worker; then the worker is ended.
+        Seconds that a case may take in a worker, whose start does not count; then the worker is ended.
     runner : callable
         Case to result; pickled if there are workers.
     reader : callable
@@ -212,11 +212,12 @@ class _WorkerLane(_Lane):
         self._ended = False
 
     def _call(self, work: Callable[[Any], Any], argument: Any, count: int = 1) -> Any:
-        if self._pool is None:
-            context = multiprocessing.get_context("spawn")  # threads of torch do not survive a fork
-            self._pool = ProcessPoolExecutor(1, context, _begin, (self._resources,))
         allowed = None if self._timeout is None else count * self._timeout
         try:
+            if self._pool is None:
+                context = multiprocessing.get_context("spawn")  # threads of torch do not survive a fork
+                self._pool = ProcessPoolExecutor(1, context, _begin, (self._resources,))
+                self._pool.submit(_ready, work).result()  # a slow start takes no time of a case
             return self._pool.submit(work, argument).result(allowed)
         except Exception as error:
             if self._ended:
@@ -255,6 +256,10 @@ class _Resources(NamedTuple):
 
     threads: int
     gpu: str | None
+
+
+def _ready(work: Callable[[Any], Any]) -> None:
+    """Return once a worker has imported what it is to call."""
 
 
 def _begin(resources: _Resources) -> None:

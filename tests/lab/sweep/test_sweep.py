@@ -199,7 +199,7 @@ def test_a_worker_that_hangs_is_ended(tmp_path: Path) -> None:
     manifest.write(tmp_path)
     outcomes: dict[int, str] = {}
     start = time.monotonic()
-    run_cases(tmp_path, manifest, [1, 0], processes=2, timeout=8, runner=hanging, report=outcomes.__setitem__)
+    run_cases(tmp_path, manifest, [1, 0], processes=2, timeout=5, runner=hanging, report=outcomes.__setitem__)
     assert outcomes == {0: "timeout", 1: "ok"}
     assert time.monotonic() - start < 50
 
