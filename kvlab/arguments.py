@@ -38,9 +38,14 @@ _ELSEWHERE = {
     "num_hidden_layers": "num_layers",
     "num_attention_heads": "num_heads_q",
     "num_key_value_heads": "num_heads_kv",
+    "eos_token_id": "stop",
+    "max_length": "max_new_tokens",
 }
 """Options of other libraries and what they are called here."""
-_NOT_HERE = {"q_group_size": "there are no groups: every key and value of a token has a step size of its own"}
+_NOT_HERE = {
+    "q_group_size": "there are no groups: every key and value of a token has a step size of its own",
+    "do_sample": "a temperature above 0 draws, 0 does not",
+}
 
 
 def whole_number(value: Any, name: str, minimum: int | None = None, maximum: int | None = None) -> int:
@@ -246,7 +251,9 @@ def refuse_unsupported(dropout_p: float = 0.0, alibi_slopes: Any = None) -> None
 def check_device(device: object) -> None:
     """Refuse what is neither None nor "cpu", "cuda" or "cuda:" and a number."""
     if device is not None and not isinstance(device, str):
-        raise TypeError(f"device={device!r} must be 'cpu', 'cuda' or None, not {type(device).__name__}")
+        raise TypeError(
+            f"device={device!r} must be 'cpu', 'cuda', 'cuda:1' ... or None, not {type(device).__name__}"
+        )
     if device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", device, re.ASCII):
         raise ValueError(f"device={device!r} is not supported; 'cpu', 'cuda' and 'cuda:0', 'cuda:1' ... are")
 

@@ -35,7 +35,7 @@ MAY_IMPORT_FRAMEWORKS = (
     "kvlab.engine.prompt",
     "kvlab.parallel.copy_engines",
     "kvlab.parallel.lanes",
-    "kvlab.engine.weights",
+    "kvlab.engine.folder",
     "kvlab.lab.",
 )
 MAY_IMPORT_ORACLES = ("kvlab.ops.reference.", "kvlab.lab.")  # the launchers of that backend; what judges

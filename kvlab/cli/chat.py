@@ -8,7 +8,10 @@ from typing import Annotated
 
 import typer
 
-from kvlab.cli.options import Json, Output, emit_json
+from kvlab.cli.options import Json, Output, emit_json, options_named
+
+_NAMES = {"model_or_path": "MODEL", "cache_budget": "--budget", "max_seqlen": "--max-seqlen",
+          "device": "--device", "temperature": "--temperature"}  # fmt: skip
 
 
 def command(
@@ -28,7 +31,12 @@ def command(
         ),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 256,
-    max_seqlen: Annotated[int, typer.Option(min=2, help="Tokens of the whole talk at most.")] = 2048,
+    max_seqlen: Annotated[
+        int | None,
+        typer.Option(
+            min=2, help="Tokens of the whole talk at most; default: what the model takes, up to 2,048."
+        ),
+    ] = None,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.7,
     top_p: Annotated[
         float,
@@ -36,8 +44,8 @@ def command(
             min=0, max=1, help="Draw among the likeliest tokens whose probabilities add up to this."
         ),
     ] = 0.9,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the draws.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Seed of the draws.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:1.")] = "cpu",
     as_json: Json = False,
     output: Output = None,
 ) -> None:
@@ -49,18 +57,20 @@ def command(
     """
     from kvlab.lab.engine.text import Chat
 
-    chat, turns = Chat(model, device=device, budget=budget, max_seqlen=max_seqlen), []
-    while True:
-        try:
-            line = typer.prompt("you", prompt_suffix=": ", err=as_json)
-        except typer.Abort:  # the end of the input
-            break
-        said = ""
-        with _shown(err=as_json) as show:
-            for part in chat.answer(line, max_new_tokens, temperature=temperature, top_p=top_p, seed=seed):
-                said += part
-                show(said, chat.summary())
-        turns.append({"you": line, "answer": said, "summary": chat.summary()})
+    sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
+    with options_named(**_NAMES):
+        chat, turns = Chat(model, device=device, budget=budget, max_seqlen=max_seqlen), []
+        while True:
+            try:
+                line = typer.prompt("you", prompt_suffix=": ", err=as_json)
+            except typer.Abort:  # the end of the input
+                break
+            said = ""
+            with _shown(err=as_json) as show:
+                for part in chat.answer(line, max_new_tokens, **sampling):
+                    said += part
+                    show(said, chat.summary())
+            turns.append({"you": line, "answer": said, "summary": chat.summary()})
     typer.echo(err=as_json)
     emit_json({"model": model, "turns": turns}, as_json=as_json, output=output)
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from kvlab.cli.options import Json, Output, emit_json
+from kvlab.cli.options import Json, Output, emit_json, options_named, writable
 
 __all__ = ["group"]
 
@@ -22,9 +22,13 @@ Model = Annotated[
     ),
 ]
 Dtype = Annotated[Literal["float16", "bfloat16"], typer.Option(help="Of weights, keys and values.")]
-Device = Annotated[str, typer.Option(help="Of the engine: cpu or cuda. transformers runs on the CPU.")]
-Seed = Annotated[int, typer.Option(help="Of random weights and tokens.")]
+Device = Annotated[
+    str, typer.Option(help="Of the engine: cpu, cuda or cuda:1. transformers runs on the CPU.")
+]
+Seed = Annotated[int, typer.Option(min=0, max=2**32, help="Of random weights and tokens.")]
 SeqLen = Annotated[int, typer.Option(min=1, help="Random tokens.")]
+_CHECKED = {"model_or_path": "--model", "layer": "--layer", "seq_len": "--seq-len", "dtype": "--dtype",
+            "device": "--device"}  # fmt: skip
 
 
 @group.command()
@@ -38,8 +42,9 @@ def check(
     dump: Annotated[
         Path | None,
         typer.Option(
+            callback=writable,
             help="File .npz for what the layers compute: normed, q, k, v, rotated, attended, out; "
-            "on a GPU by a launch for each operation."
+            "on a GPU by a launch for each operation.",
         ),
     ] = None,
     benchmark: Annotated[bool, typer.Option("--benchmark", help="Also time tokens behind the text.")] = False,
@@ -60,10 +65,11 @@ def check(
 
     if layer != "all" and not layer.isdecimal():
         raise typer.BadParameter(f"--layer {layer!r}: write the number of a layer, or all")
-    rows, times = compare(
-        model, layers=None if layer == "all" else [int(layer)], seq_len=seq_len, dtype=dtype, seed=seed,
-        device=device, dump=dump, runs=num_runs if benchmark else 0,
-    )  # fmt: skip
+    with options_named(**_CHECKED):
+        rows, times = compare(
+            model, layers=None if layer == "all" else [int(layer)], seq_len=seq_len, dtype=dtype, seed=seed,
+            device=device, dump=dump, runs=num_runs if benchmark else 0,
+        )  # fmt: skip
     passes = all(row["passes"] for row in rows)
     record = {**provenance(model=model, seq_len=seq_len, dtype=dtype, seed=seed, device=device),
               "rows": rows, "times": times, "passes": passes}  # fmt: skip
@@ -100,7 +106,8 @@ def random_check(
     from kvlab.lab.engine.check import random_check as compare
     from kvlab.lab.results import print_table
 
-    found = compare(model, runs=runs, seq_len=seq_len, dtype=dtype, seed=seed, device=device)
+    with options_named(**_CHECKED):
+        found = compare(model, runs=runs, seq_len=seq_len, dtype=dtype, seed=seed, device=device)
     emit_json(found, as_json=as_json, output=output)
     if not as_json:
         what = "random layers" if found["random weights"] else "texts through the first layer"
@@ -124,7 +131,7 @@ def generate(
     top_p: Annotated[
         float, typer.Option(min=0, max=1, help="Then among those whose probabilities add up to this.")
     ] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the draws.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Seed of the draws.")] = 0,
     budget: Annotated[
         str | None,
         typer.Option(
@@ -132,7 +139,7 @@ def generate(
             "default: none, 16 bits."
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:1.")] = "cpu",
     as_json: Json = False,
     output: Output = None,
 ) -> None:
@@ -143,11 +150,15 @@ def generate(
     from kvlab.lab.engine.text import continue_text
 
     text = ""
-    for part in continue_text(
-        model, prompt, max_new_tokens, device=device, budget=budget, temperature=temperature, top_k=top_k,
-        top_p=top_p, seed=seed,
+    with options_named(
+        model_or_path="--model", prompt="--prompt", max_new_tokens="--max-new-tokens",
+        temperature="--temperature", cache_budget="--budget", device="--device",
     ):  # fmt: skip
-        typer.echo(part, nl=False, err=as_json)
-        text += part
+        for part in continue_text(
+            model, prompt, max_new_tokens, device=device, budget=budget, temperature=temperature, top_k=top_k,
+            top_p=top_p, seed=seed,
+        ):  # fmt: skip
+            typer.echo(part, nl=False, err=as_json)
+            text += part
     typer.echo(err=as_json)
     emit_json({"model": model, "prompt": prompt, "text": text}, as_json=as_json, output=output)

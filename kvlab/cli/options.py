@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,12 +27,24 @@ __all__ = [
     "Target",
     "Verbose",
     "emit_json",
+    "options_named",
     "size",
+    "writable",
 ]
+
+
+def writable(path: Path | None) -> Path | None:
+    """Refuse a file that cannot be written before the work whose result it gets."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        fault = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise typer.BadParameter(f"{path}: {fault}; name a file in a folder that exists")
+    return path
+
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Output = Annotated[
-    Path | None, typer.Option("--output", "-o", help="Also write the result to this file as JSON.")
+    Path | None,
+    typer.Option("--output", "-o", callback=writable, help="Also write the result to this file as JSON."),
 ]
 
 Target = Annotated[str, typer.Argument(help="attention (or flash_attention), packed, ternary or all.")]
@@ -56,6 +71,31 @@ def size(text: str) -> int:
         return parse_size(text)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+@contextmanager
+def options_named(**options: str) -> Iterator[None]:
+    """Let errors inside the block name options of a command, each given by the argument of Python it sets.
+
+    Examples
+    --------
+    >>> with options_named(cache_budget="--budget", seq_len="--seq-len"):
+    ...     raise ValueError("cache_budget='x' is no size; raise cache_budget, or take seq_len=3")
+    Traceback (most recent call last):
+        ...
+    ValueError: --budget 'x' is no size; raise --budget, or take --seq-len 3
+    """
+    try:
+        yield
+    except (ValueError, NotImplementedError, OSError) as error:
+        said = str(error)
+        for name, option in options.items():
+            said = re.sub(rf"(?<![\w.-]){name}=", f"{option} ", said)
+            if "_" in name:  # else it may be a plain word
+                said = re.sub(rf"(?<![\w.-]){name}\b", option, said)
+        if said != str(error):
+            error.args = (said,)
+        raise
 
 
 def emit_json(result: dict[str, Any], *, as_json: bool, output: Path | None) -> None:

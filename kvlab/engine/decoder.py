@@ -14,25 +14,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arguments import check_device, check_names, choice, whole_number
+from kvlab.arguments import check_names, whole_number
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.cache.options import parse_budget
 from kvlab.engine.cpu import CpuExecutor
-from kvlab.engine.geometry import Geometry
-from kvlab.engine.gpu import PLANS, GpuExecutor
+from kvlab.engine.folder import load_model, sizes_of
+from kvlab.engine.geometry import Geometry, published
+from kvlab.engine.gpu import GpuExecutor
 from kvlab.engine.gpu_packed import PackedGpuExecutor
-from kvlab.engine.ids import is_flat, on_host, rows_of
+from kvlab.engine.ids import is_flat, on_host, rows_of, stop_tokens
+from kvlab.engine.options import cache_budget_named, check_options
 from kvlab.engine.sampling import Sampling
-from kvlab.engine.weights import Weights, from_model, from_seed, load_model
+from kvlab.engine.weights import Weights, from_model, from_seed
 from kvlab.errors import BudgetError
 
 __all__ = ["Decoder"]
 
-MAX_ROWS = 16
-_USUAL_SEQLEN = 4096
-_OPTIONS = ("batch", "max_seqlen", "device", "plan", "cache_budget")
-_CACHE_OPTIONS = ("bits", "residual", "sink", "recent", "floor", "importance", "allocator", "realloc_every",
-                  "ema_decay")  # fmt: skip
 _SAMPLING = ("temperature", "top_k", "top_p", "seed", "stop")
 
 
@@ -106,32 +103,24 @@ class Decoder:
         cache_budget: float | int | str | None = None,
         **cache_options: Any,
     ) -> None:
-        check_names(cache_options, (*_OPTIONS, *_CACHE_OPTIONS), "Decoder")
-        if cache_budget is None and cache_options:
-            name, value = next(iter(cache_options.items()))
-            raise ValueError(
-                f"{name}={value!r} is of a packed cache, and without cache_budget there is none: give "
-                f"cache_budget=0.3, or leave {name} out"
+        if not isinstance(weights, Weights):
+            raise TypeError(
+                f"weights is a {type(weights).__name__}; make a decoder with Decoder.from_pretrained(model "
+                "or folder) or Decoder.from_config(name)"
             )
         geometry = weights.geometry
         self.geometry: Geometry = geometry
-        self.batch = whole_number(batch, "batch", 1, MAX_ROWS)
-        usual = min(geometry.max_positions, _USUAL_SEQLEN)
-        longest = geometry.max_positions
-        self.max_seqlen = usual if max_seqlen is None else whole_number(max_seqlen, "max_seqlen", 1, longest)
-        check_device(device)
-        self.device = device or "cpu"
-        self.plan = choice(plan, "plan", PLANS)
-        if plan != "graph" and (self.device == "cpu" or cache_budget is not None):
-            raise NotImplementedError(
-                f"plan={plan!r}: the CPU and packed caches have the plan 'graph' alone; leave plan out, or "
-                "take device='cuda' and no cache_budget"
-            )
+        checked = check_options(
+            geometry, batch=batch, max_seqlen=max_seqlen, device=device, plan=plan,
+            cache_budget=cache_budget, **cache_options,
+        )  # fmt: skip
+        self.batch, self.max_seqlen = checked.batch, checked.max_seqlen
+        self.device, self.plan = checked.device, checked.plan
         self.cache: MixedPrecisionCache | None = None
         self._executor: CpuExecutor | GpuExecutor | PackedGpuExecutor
-        index = int(self.device.partition(":")[2] or 0)
+        self._texts = 0  # counts what begins or goes on with a text
         if self.device != "cpu" and cache_budget is None:
-            self._executor = GpuExecutor(weights, self.batch, self.max_seqlen, index, self.plan)
+            self._executor = GpuExecutor(weights, self.batch, self.max_seqlen, checked.index, self.plan)
             return
         if cache_budget is None:
             cache_options = {"bits": 16}
@@ -145,11 +134,11 @@ class Decoder:
         if self.device == "cpu":
             self._executor = CpuExecutor(weights, self.cache)
         else:
-            self._executor = PackedGpuExecutor(weights, self.cache, self.max_seqlen, index)
+            self._executor = PackedGpuExecutor(weights, self.cache, self.max_seqlen, checked.index)
 
     @classmethod
     def from_pretrained(
-        cls, model_or_path: Any, *, dtype: str | None = None, **options: Any
+        cls, model_or_path: Any, *, dtype: Any = None, **options: Any
     ) -> Decoder:  # fmt: skip
         """Make a decoder from a model of transformers.
 
@@ -160,27 +149,35 @@ class Decoder:
             the folder of one, or its name in the Hugging Face cache of this machine. Nothing is downloaded. A
             model keeps its weights; of a folder each layer is let go once it is packed. A model with a
             sliding window is decoded up to as many tokens.
-        dtype : {"float16", "bfloat16"}, optional
+        dtype : {"float16", "bfloat16"} or such a dtype of torch or NumPy, optional
             Of weights, keys and values; by default the model's own, for a float32 model "float16".
         **options
-            As of `Decoder`.
+            As of `Decoder`; of a folder they are checked before any weight is read.
 
         Raises
         ------
         NotImplementedError
-            If the model has a piece that the engine does not compute; the message names it.
-        ValueError
-            If a weight is beyond the range of `dtype`, or a size is not supported.
+            If the model has a piece that the engine does not compute, or a format, such as GGUF, that it does
+            not read; the message names it.
+        ValueError, TypeError
+            If an argument is none of those, a weight is beyond the range of `dtype`, or a size is not
+            supported.
         OSError
-            If there is no model at the path.
+            If there is no model at the path, or a file of it is missing.
+        FormatError
+            If a file is damaged, or lacks weights of the model.
         """
         is_model = hasattr(model_or_path, "get_output_embeddings")
-        model = model_or_path if is_model else load_model(str(model_or_path), dtype)
+        if is_model:
+            model = model_or_path
+        else:
+            check_options(sizes_of(model_or_path), **options)
+            model = load_model(model_or_path, dtype)
         return cls(from_model(model, dtype, consume=not is_model), **options)
 
     @classmethod
     def from_config(
-        cls, name: str, *, seed: int = 0, layers: int | None = None, dtype: str = "float16", **options: Any
+        cls, name: str, *, seed: int = 0, layers: int | None = None, dtype: Any = "float16", **options: Any
     ) -> Decoder:
         """Make a decoder of random weights in the sizes of a known model.
 
@@ -192,7 +189,7 @@ class Decoder:
             The same weights for a seed on every machine.
         layers : int, optional
             The first so many layers alone.
-        dtype : {"float16", "bfloat16"}
+        dtype : {"float16", "bfloat16"} or such a dtype of torch or NumPy
         **options
             As of `Decoder`.
 
@@ -201,6 +198,7 @@ class Decoder:
         ValueError
             If the name is unknown; the message lists the names.
         """
+        check_options(published(name)[0], **options)
         return cls(from_seed(name, seed, dtype, layers=layers), **options)
 
     @property
@@ -276,6 +274,7 @@ class Decoder:
 
     def reset(self) -> None:
         """Forget all tokens."""
+        self._texts += 1
         self._executor.reset()
 
     def prefill(self, ids: Any) -> NDArray[np.float32]:
@@ -311,6 +310,7 @@ class Decoder:
     def _read(self, ids: Any) -> None:
         rows = rows_of(ids, self.batch, self.geometry.vocabulary)
         self._check_room(np.array([len(row) for row in rows]))
+        self._texts += 1
         self._executor.read(rows)
 
     def step(self, ids: Any) -> NDArray[np.float32]:
@@ -347,7 +347,8 @@ class Decoder:
         """Continue what was read, one token a row at a time, until every row has met a stop token.
 
         The last tokens that it gives have not been read: to go on behind them, begin the next `prefill` with
-        them.
+        them. A stream that was left half-way ends with the next call of `prefill`, `step`, `stream`,
+        `generate` or `reset`.
 
         Parameters
         ----------
@@ -361,7 +362,7 @@ class Decoder:
         seed : int
             The same draws for a seed, whatever the other rows are.
         stop : int or collection of int
-            Tokens that end a row; they are given, too.
+            Tokens of the vocabulary that end a row; they are given, too.
 
         Yields
         ------
@@ -372,22 +373,32 @@ class Decoder:
         ------
         ValueError, TypeError
             If an argument is none of those, nothing was read, or the tokens would not fit `max_seqlen`.
+        RuntimeError
+            If the stream has ended because another call has read or forgotten tokens since.
         """
         sampling = Sampling(temperature, top_k, top_p, seed)
         most = whole_number(max_new_tokens, "max_new_tokens", 0)
-        ends = {whole_number(end, "stop") for end in ([stop] if isinstance(stop, int) else stop)}
+        ends = stop_tokens(stop, self.geometry.vocabulary)
         if not self._executor.lengths.all():
             raise ValueError(f"lengths={self.lengths.tolist()}: every row needs a token first; call prefill")
-        self._check_room(np.array([max(most - 1, 0)] * self.batch))
-        return self._continue(sampling, most, ends)
+        self._check_room(max(most - 1, 0))
+        self._texts += 1
+        return self._continue(sampling, most, ends, self._texts)
 
-    def _continue(self, sampling: Sampling, most: int, ends: set[int]) -> Iterator[list[int | None]]:
-        running = [True] * self.batch
-        for ids in self._executor.tokens(sampling, most):
-            yield [int(one) if goes_on else None for one, goes_on in zip(ids, running, strict=True)]
-            running = [on and int(one) not in ends for one, on in zip(ids, running, strict=True)]
+    def _continue(
+        self, sampling: Sampling, most: int, ends: set[int], text: int
+    ) -> Iterator[list[int | None]]:  # fmt: skip
+        running, tokens = [True] * self.batch, self._executor.tokens(sampling, most)
+        for _ in range(most):
             if not any(running):
                 return
+            if self._texts != text:
+                raise RuntimeError(
+                    "this stream has ended: the decoder has read or forgotten tokens since; call stream again"
+                )
+            ids = next(tokens)
+            yield [int(one) if goes_on else None for one, goes_on in zip(ids, running, strict=True)]
+            running = [on and int(one) not in ends for one, on in zip(ids, running, strict=True)]
 
     def generate(self, ids: Any, max_new_tokens: int, **options: Any) -> list[Any]:
         """Forget all tokens, read `ids` and continue them.
@@ -404,10 +415,20 @@ class Decoder:
         -------
         list of int, or list of such lists
             The new tokens of one row, or of each row if `ids` has rows. A stop token is the last of its row.
+
+        Raises
+        ------
+        ValueError, TypeError
+            As of `prefill` and `stream`; nothing was changed then.
         """
-        check_names(options, _SAMPLING, "Decoder.generate")
+        check_names(options, (*_SAMPLING, "max_new_tokens"), "Decoder.generate")
+        Sampling(**{name: value for name, value in options.items() if name != "stop"})
+        stop_tokens(options.get("stop", ()), self.geometry.vocabulary)
+        most = whole_number(max_new_tokens, "max_new_tokens", 0)
+        rows = rows_of(ids, self.batch, self.geometry.vocabulary)
+        self._check_room(max(most - 1, 0), held=[len(row) for row in rows])
         self.reset()
-        self.prefill(ids)
+        self.prefill(rows)
         found: list[list[int]] = [[] for _ in range(self.batch)]
         for tokens in self.stream(max_new_tokens, **options):
             for row, token in zip(found, tokens, strict=True):
@@ -415,23 +436,33 @@ class Decoder:
                     row.append(token)
         return found[0] if is_flat(ids) else found
 
-    def _check_room(self, counts: NDArray[Any]) -> None:
-        after = int((self._executor.lengths + counts).max())
-        if after > self.max_seqlen:
+    def _check_room(self, new: Any, held: Any = None) -> None:
+        """Refuse more tokens, of each row or of all, behind those that are held, than a row may have."""
+        held = self._executor.lengths if held is None else np.asarray(held)
+        new = np.broadcast_to(new, held.shape)
+        fullest = int((held + new).argmax())
+        before, more = int(held[fullest]), int(new[fullest])
+        if before + more > self.max_seqlen:
+            longest = self.geometry.max_positions
+            advice = (
+                f"make the decoder with a larger max_seqlen, up to {longest}, or"
+                if self.max_seqlen < longest
+                else "the model takes no more, so read or generate fewer, or"
+            )
             raise ValueError(
-                f"max_seqlen={self.max_seqlen}: a row would have {after} tokens; make the decoder with a "
-                "larger max_seqlen, or call reset"
+                f"max_seqlen={self.max_seqlen}: a row would have {before + more} tokens, {before} held and "
+                f"{more} new; {advice} call reset"
             )
 
     @contextmanager
     def _named(self, cache_budget: float | int | str | None) -> Iterator[None]:
         """Let errors of the cache name what a decoder's user can change."""
         try:
-            yield
-        except (TypeError, ValueError) as error:
-            longest = getattr(error, "longest_length", None)
-            if not isinstance(error, BudgetError) or error.needed_bytes is None or longest is None:
-                error.args = (str(error).replace("budget=", "cache_budget=", 1), *error.args[1:])
+            with cache_budget_named():
+                yield
+        except BudgetError as error:
+            longest = error.longest_length
+            if error.needed_bytes is None or longest is None:
                 raise
             geometry, needed = self.geometry, error.needed_bytes
             tokens = geometry.layers * self.batch * self.max_seqlen
@@ -440,8 +471,8 @@ class Decoder:
                 f", or take max_seqlen={longest}" if longest and parse_budget(cache_budget).nbytes else ""
             )
             raise BudgetError(
-                f"cache_budget={cache_budget!r}: batch={self.batch} rows of max_seqlen={self.max_seqlen} "
-                f"tokens need {needed} bytes even at the lowest widths, {share} of what 16 bits take. Raise "
-                f"cache_budget to that, add a lower width to bits (0 evicts){shorter}",
+                f"cache_budget={cache_budget!r}: {self.batch} x {self.max_seqlen} tokens need {needed} bytes "
+                f"even at the lowest widths, {share} of what 16 bits take. Raise cache_budget to that, add a "
+                f"lower width to bits (width 0: tokens may be evicted){shorter}",
                 needed_bytes=needed, longest_length=longest,
             ) from None  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvlab.arguments import choice, whole_number
 
-__all__ = ["PUBLISHED", "Geometry", "geometry_of", "published"]
+__all__ = ["PUBLISHED", "Geometry", "check_family", "geometry_of", "published"]
 
 _SIZES = ("layers", "vocabulary", "hidden", "heads_q", "heads_kv", "head_dim", "ffn", "max_positions")
 
@@ -154,6 +154,11 @@ def published(name: str) -> tuple[Geometry, float]:
     >>> geometry.head_dim, geometry.rotary_dim, geometry.parameters
     (80, 20, 2645360640)
     """
+    if isinstance(name, str) and name not in PUBLISHED:
+        raise ValueError(
+            f"name={name!r} is no known size; known are {', '.join(PUBLISHED)}. Decoder.from_pretrained "
+            "reads a folder, or a model of this machine by its name"
+        )
     return PUBLISHED[choice(name, "name", tuple(PUBLISHED))]
 
 
@@ -162,15 +167,23 @@ _ACTIVATION = {"gpt_neox": "gelu"}  # the others: silu
 _SCALINGS = ("default", "linear", "llama3", "yarn")
 
 
-def geometry_of(config: Any, rotary_dim: int) -> Geometry:
+def check_family(family: str) -> None:
+    """Refuse an architecture that the engine does not decode."""
+    if family not in _FAMILIES:
+        raise NotImplementedError(
+            f"model_type={family!r} is not supported; {', '.join(_FAMILIES)} are, so use transformers"
+        )
+
+
+def geometry_of(config: Any, rotary_dim: int | None = None) -> Geometry:
     """Read the geometry of a model from its configuration.
 
     Parameters
     ----------
     config : transformers.PretrainedConfig
         Of GPT-NeoX (Pythia), Llama (SmolLM2), Mistral, Qwen2 or Qwen3.
-    rotary_dim : int
-        How many channels of a head the model rotates.
+    rotary_dim : int, optional
+        How many channels of a head the model rotates; all, where only other sizes are asked for.
 
     Raises
     ------
@@ -180,10 +193,7 @@ def geometry_of(config: Any, rotary_dim: int) -> Geometry:
         As `Geometry`.
     """
     family = config.model_type
-    if family not in _FAMILIES:
-        raise NotImplementedError(
-            f"model_type={family!r} is not supported; {', '.join(_FAMILIES)} are, so use transformers"
-        )
+    check_family(family)
     neox = family == "gpt_neox"
     _refuse(config, "hidden_act", _ACTIVATION.get(family, "silu"))
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
@@ -195,14 +205,15 @@ def geometry_of(config: Any, rotary_dim: int) -> Geometry:
             "supported, so use transformers"
         )
     heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return Geometry(
         layers=config.num_hidden_layers,
         vocabulary=config.vocab_size,
         hidden=config.hidden_size,
         heads_q=heads,
         heads_kv=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        rotary_dim=rotary_dim,
+        head_dim=head_dim,
+        rotary_dim=head_dim if rotary_dim is None else rotary_dim,
         ffn=config.intermediate_size,
         max_positions=min(config.max_position_embeddings, window or config.max_position_embeddings),
         parallel=neox and config.use_parallel_residual,

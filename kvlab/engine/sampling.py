@@ -76,11 +76,12 @@ class Sampling:
         return np.array([self._draw(row, i, int(positions[i])) for i, row in enumerate(logits)], np.int64)
 
     def _draw(self, logits: NDArray[Any], row: int, position: int) -> int:
-        scaled = logits.astype(np.float64) / self.temperature
-        order = np.argsort(-scaled, kind="stable")
+        exact = logits.astype(np.float64)
+        order = np.argsort(-exact, kind="stable")
         if self.top_k:
             order = order[: self.top_k]
-        mass = np.exp(scaled[order] - scaled[order[0]])
+        with np.errstate(over="ignore"):  # at the smallest temperatures
+            mass = np.exp((exact[order] - exact[order[0]]) / self.temperature)
         total = np.cumsum(mass)
         kept = int(np.searchsorted(total, self.top_p * total[-1])) + 1
         total = total[: min(kept, len(total))]

@@ -19,11 +19,10 @@ from numpy.typing import NDArray
 
 from kvlab.arguments import choice, whole_number
 from kvlab.arrays import numpy_dtype, to_numpy_view
-from kvlab.engine.geometry import PUBLISHED, Geometry, geometry_of, published
+from kvlab.engine.geometry import Geometry, geometry_of, published
 from kvlab.engine.packing import TILE_ROWS, gated_rows, pack, packed_shape, qkv_rows
-from kvlab.errors import needs_extra
 
-__all__ = ["DTYPES", "Layer", "Matrix", "Weights", "from_model", "from_seed", "load_model"]
+__all__ = ["DTYPES", "Layer", "Matrix", "Weights", "dtype_of", "from_model", "from_seed"]
 
 DTYPES = ("float16", "bfloat16")
 _ROWS_AT_ONCE = 64  # packed together: a few hundred KiB
@@ -77,28 +76,16 @@ class Weights:
     head: Callable[[], Matrix]
 
 
-def load_model(path: str, dtype: str | None) -> Any:
-    """Load a transformers model from a folder or the Hugging Face cache, on the CPU; nothing is downloaded.
+def dtype_of(dtype: Any) -> str:
+    """Return the name of a 16-bit type of weights, which may be given as a dtype of torch or NumPy.
 
-    Raises
-    ------
-    OSError
-        If there is no model at `path`.
+    Examples
+    --------
+    >>> dtype_of("bfloat16")
+    'bfloat16'
     """
-    with needs_extra("hf", "loading a model"):
-        import torch
-        from transformers import AutoModelForCausalLM
-    wanted = "auto" if dtype is None else getattr(torch, choice(dtype, "dtype", DTYPES))
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=wanted, local_files_only=True)
-    except OSError as error:
-        known = ", which Decoder.from_config draws" if path in PUBLISHED else ""
-        raise OSError(
-            f"{path!r} is no folder of a model{known}, nor the name of one in the Hugging Face cache of this "
-            "machine; nothing is downloaded here: fetch the model with 'hf download NAME' first, or draw "
-            f"weights with Decoder.from_config ({str(error).splitlines()[0]})"
-        ) from error
-    return model.eval()
+    text: str = getattr(dtype, "__name__", str(dtype)).removeprefix("torch.")
+    return text if text in DTYPES else choice(dtype, "dtype", DTYPES)
 
 
 def from_model(model: Any, dtype: str | None = None, *, consume: bool = False) -> Weights:
@@ -122,7 +109,15 @@ def from_model(model: Any, dtype: str | None = None, *, consume: bool = False) -
     """
     config = model.config
     if model.get_output_embeddings() is None:
-        raise NotImplementedError(f"{type(model).__name__} has no head; give the model for causal language")
+        raise NotImplementedError(
+            f"{type(model).__name__} has no head; give the model for causal language, as "
+            "transformers.AutoModelForCausalLM loads it"
+        )
+    if any(one.is_meta for one in model.parameters()):
+        raise ValueError(
+            "model has parameters on the device 'meta', which have no numbers: load its weights, on the CPU "
+            "or on one GPU"
+        )
     body = model.base_model
     rotary = getattr(body, "rotary_emb", None)
     # Unknown families have no such module; geometry_of refuses them by name.
@@ -132,7 +127,8 @@ def from_model(model: Any, dtype: str | None = None, *, consume: bool = False) -
     if dtype is None:
         own = str(next(iter(body.parameters())).dtype).removeprefix("torch.")
         dtype = own if own in DTYPES else "float16"
-    reader = _Reader(geometry, choice(dtype, "dtype", DTYPES), config.model_type == "gpt_neox", consume)
+    dtype = dtype_of(dtype)
+    reader = _Reader(geometry, dtype, config.model_type == "gpt_neox", consume)
 
     def layers() -> Iterator[Layer]:
         for layer in body.layers:
@@ -283,7 +279,8 @@ def draw(geometry: Geometry, base: float, seed: int, dtype: str, layers: int | N
 
     if layers is not None:
         geometry = replace(geometry, layers=whole_number(layers, "layers", 1, geometry.layers))
-    kind = numpy_dtype(choice(dtype, "dtype", DTYPES))
+    dtype = dtype_of(dtype)
+    kind = numpy_dtype(dtype)
     seed = whole_number(seed, "seed", 0)
 
     def normal(rng: np.random.Generator, *shape: int, scale: float, offset: float = 0.0) -> Array:

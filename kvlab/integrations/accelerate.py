@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arguments import whole_number
-from kvlab.engine.decoder import MAX_ROWS, Decoder
+from kvlab.engine.decoder import Decoder
+from kvlab.engine.options import MAX_ROWS, check_max_seqlen
 from kvlab.engine.weights import DTYPES, Weights, from_model
 from kvlab.errors import needs_extra
 from kvlab.integrations.patching import by_name, replaced
@@ -111,10 +111,7 @@ class _Decoders:
     def __init__(self, model: Any, max_seqlen: int | None) -> None:
         weights = from_model(model)  # refuses by name what the engine does not compute
         _check_model(model)
-        longest = weights.geometry.max_positions
-        self._max_seqlen = max_seqlen
-        if max_seqlen is not None:
-            whole_number(max_seqlen, "max_seqlen", 1, longest)
+        self._max_seqlen = check_max_seqlen(max_seqlen, weights.geometry)
         self._layers, head = tuple(weights.layers), weights.head()
         self._weights: Weights = dataclasses.replace(weights, head=lambda: head)
         self._device = "cpu" if model.device.type == "cpu" else f"cuda:{model.device.index or 0}"

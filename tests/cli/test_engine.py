@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import numpy as np
@@ -150,7 +151,7 @@ def test_a_talk_has_the_form_of_the_model(folder: Any, closes: bool, monkeypatch
 
 
 def test_a_talk_remembers_what_was_said(folder: Any) -> None:
-    options = ["--temperature", "0", "--max-new-tokens", "6", "--max-seqlen", "60"]
+    options = ["--temperature", "0", "--max-new-tokens", "6"]  # as many tokens as the model takes, 64
     written = folder / "talk.json"
     command = ["chat", str(folder), *options, "--output", str(written)]
     found = CliRunner().invoke(app(), command, input="w5 w6 w7\nw8 w9\n")
@@ -169,8 +170,53 @@ def test_a_talk_with_random_weights() -> None:
     assert found.exit_code == 0, found.output
     assert "5 tokens" in found.stdout
     assert "bits an element" in found.stdout
-    wrong = CliRunner().invoke(app(), [*command[:3], "a lot"], input="hello\n")
-    assert "cache_budget='a lot'" in str(wrong.exception)
+    for option, value, said in (
+        ("--budget", "a lot", "--budget 'a lot'"),
+        ("--budget", "0.01", "Raise --budget"),
+        ("--max-seqlen", "5000", "--max-seqlen 5000: .* take --max-seqlen 2048"),
+        ("--device", "tpu", "--device 'tpu'"),
+    ):
+        wrong = CliRunner().invoke(app(), ["chat", "pythia-14m", option, value], input="hello\n")
+        assert re.search(said, str(wrong.exception))
+    nothing = CliRunner().invoke(app(), ["chat", "a.gguf"])
+    assert "MODEL 'a.gguf' is in GGUF" in str(nothing.exception)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--prompt", " "), "--prompt ' ' has no token"),
+        (("--max-new-tokens", "64"), "has 2 tokens and --max-new-tokens 64 .* takes, 64 in all; shorten"),
+        (("--budget", "a lot"), "--budget 'a lot'"),
+        (("--budget", "0.01"), "Raise --budget"),
+        (("--temperature", "inf"), "--temperature inf"),
+    ],
+)
+def test_refusals_name_the_option(
+    folder: Any, options: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "0.01" not in options:  # which only the cache can judge
+        monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", None)
+    found = run("generate", "--model", str(folder), "--prompt", "w5 w6", "--max-new-tokens", "4", *options)
+    assert re.search(message, str(found.exception))
+
+
+def test_text_fills_the_model(folder: Any) -> None:
+    found = run("generate", "--model", str(folder), "--prompt", "w5 w6", "--max-new-tokens", "63")
+    assert found.exit_code == 0, found.output
+
+
+def test_a_model_without_a_tokenizer_is_refused(tmp_path: Any) -> None:
+    family("llama").save_pretrained(tmp_path)
+    found = run("generate", "--model", str(tmp_path), "--prompt", "a")
+    assert re.search("--model .* without a tokenizer.*'hf download NAME'", str(found.exception))
+
+
+def test_an_end_beyond_the_vocabulary_is_none(folder: Any) -> None:
+    settings = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": [96, 5000]}))
+    found = run("generate", "--model", str(folder), "--prompt", "w5 w6 w7", "--max-new-tokens", "6")
+    assert found.exit_code == 0, found.output
 
 
 def test_a_line_below_the_answer_is_live(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +240,7 @@ def test_a_token_is_profiled() -> None:
 def test_a_talk_ends_where_it_is_as_long_as_it_may_be(folder: Any) -> None:
     found = CliRunner().invoke(app(), ["chat", str(folder), "--max-seqlen", "4"], input="w1 w2\nw3 w4\n")
     assert found.exit_code == 1
-    assert "max_seqlen=4" in str(found.exception)
+    assert "--max-seqlen 4: the talk has" in str(found.exception)
 
 
 def test_characters_of_several_tokens_come_whole() -> None:
@@ -214,7 +260,16 @@ def test_characters_of_several_tokens_come_whole() -> None:
         (("check", "--model", "pythia-3b"), "pythia-2.8b"),
         (("check", "--layer", "first"), "number of a layer"),
         (("check", "--layer", "6"), "layers 0 to 5"),
-        (("generate", "--model", "/nowhere", "--prompt", "a"), "no folder"),
+        (("check", "--layer", "6"), "--layer 6"),
+        (("check", "--seq-len", "3000"), "--seq-len 3000: the model takes 2048"),
+        (("check", "--model", "a.gguf"), "--model 'a.gguf' is in GGUF"),
+        (("check", "--device", "tpu"), "--device 'tpu'"),
+        (("check", "--dump", "/nowhere/x.npz"), "no folder"),
+        (("random-check", "--seq-len", "3000"), "--seq-len 3000"),
+        (("random-check", "--seed", "-1"), "--seed"),
+        (("generate", "--model", "/nowhere", "--prompt", "a"), "--model '/nowhere' is no folder"),
+        (("generate", "--model", "a.gguf", "--prompt", "a"), "--model 'a.gguf' is in GGUF"),
+        (("generate", "--model", "pythia-14m", "--prompt", "a"), "'kvlab chat' talks"),
         (("generate", "--model", "nobody/has-it", "--prompt", "a"), "'hf download NAME'"),
         (("check", "--model", "nobody/has-it"), "'hf download NAME'"),
     ],

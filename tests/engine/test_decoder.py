@@ -13,6 +13,7 @@ import torch
 
 from kvlab.engine import Decoder
 from kvlab.engine.geometry import PUBLISHED, Geometry, published
+from kvlab.engine.ids import stop_tokens
 from kvlab.engine.sampling import Sampling
 from kvlab.engine.weights import Weights, draw, from_model
 from kvlab.errors import BudgetError
@@ -95,6 +96,51 @@ def test_a_stream_goes_on_where_it_ended() -> None:
     first = [tokens[0] for tokens in parts.stream(4)]
     parts.prefill(first[-1:])
     assert first + [tokens[0] for tokens in parts.stream(5)] == whole
+
+
+def test_a_stream_left_half_way_ends() -> None:
+    whole, decoder = small().generate(prompt(5), 9), small()
+    decoder.prefill(prompt(5))
+    left = decoder.stream(9)
+    first = [next(left)[0] for _ in range(4)]
+    assert decoder.lengths.tolist() == [8]
+    decoder.prefill(first[-1:])
+    assert first + [tokens[0] for tokens in decoder.stream(5)] == whole
+    want = decoder.hidden
+    with pytest.raises(RuntimeError, match=r"this stream has ended: .* call stream again"):
+        next(left)
+    assert np.array_equal(decoder.hidden, want)
+    decoder.reset()
+    decoder.prefill(prompt(5))
+    for i, tokens in enumerate(decoder.stream(3)):
+        if i == 2:  # the last one
+            decoder.prefill(tokens)
+
+
+@pytest.mark.parametrize("stop", [np.int64(3), np.array(3), torch.tensor(3), [3], torch.tensor([3]), {3}])
+def test_stop_tokens_of_any_kind(stop: Any) -> None:
+    assert stop_tokens(stop, SMALL.vocabulary) == {3}
+
+
+def test_tokens_in_a_list_of_tensors() -> None:
+    want = small().prefill([1, 2])
+    assert np.array_equal(small().prefill([torch.tensor(1), torch.tensor(2)]), want)
+
+
+def test_a_call_of_generate_that_is_refused_changes_nothing() -> None:
+    decoder = small()
+    decoder.prefill(prompt(5))
+    for ids, new, options in (
+        ([97], 3, {}), (prompt(190), 12, {}), ([1], -1, {}), ([1], 3, {"temperature": -1}),
+        ([1], 3, {"stop": 97}),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"token|temperature|stop"):
+            decoder.generate(ids, new, **options)
+    assert decoder.lengths.tolist() == [5]
+
+
+def test_the_smallest_temperature_takes_the_likeliest() -> None:
+    assert small().generate(prompt(6), 9, temperature=5e-324) == small().generate(prompt(6), 9)
 
 
 def test_draws_depend_on_the_seed_and_the_row_alone() -> None:
@@ -214,8 +260,18 @@ def test_weights_of_a_seed() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: small(batch=17), ValueError, "batch=17"),
-        (lambda: small(max_seqlen=201), ValueError, "max_seqlen=201"),
+        (
+            lambda: small(batch=17),
+            ValueError,
+            "batch=17: a decoder has 1 to 16 rows; decode more of them 16 at a",
+        ),
+        (
+            lambda: small(max_seqlen=201),
+            ValueError,
+            "max_seqlen=201: .* 1 to 200 tokens .* take max_seqlen=200",
+        ),
+        (lambda: small(max_seqlen=0), ValueError, "max_seqlen=0: .* 1 to 200 tokens"),
+        (lambda: Decoder("a folder"), TypeError, r"weights is a str; .* Decoder.from_pretrained"),  # type: ignore[arg-type]
         (lambda: small(device="tpu"), ValueError, "device='tpu'"),
         (lambda: small(cache_budget="x"), ValueError, "^cache_budget='x'"),
         (lambda: small(cache_budget=[1]), TypeError, r"^cache_budget=\[1\]"),
@@ -232,15 +288,37 @@ def test_weights_of_a_seed() -> None:
         (lambda: small().prefill([[1], [2]]), ValueError, "2 rows, the decoder has batch=1"),
         (lambda: small().prefill("text"), TypeError, r"ids is a str.*tokenizer\(text\)\['input_ids'\]"),
         (lambda: small().prefill({"input_ids": [1]}), TypeError, "ids is a dict"),
+        (lambda: small().prefill(None), TypeError, r"ids is a NoneType; pass a list .* \[5, 3\]"),
+        (lambda: small().prefill(5), TypeError, "ids is a int; pass a list"),
+        (lambda: small().prefill(np.array(5)), TypeError, "ids is a ndarray; pass a list"),
+        (lambda: small().prefill({5, 3}), TypeError, "ids is a set; pass a list"),
+        (lambda: small().prefill(["a"]), TypeError, "whole numbers"),
+        (lambda: small().prefill([1, [2]]), ValueError, "whose parts differ in length"),
+        (lambda: small(batch=2).step([[1], [2, 3]]), ValueError, "whose parts differ in length"),
+        (lambda: small().step(None), TypeError, "whole numbers"),
         (lambda: small(batch=2).step([[1, 2]]), ValueError, r"shape \(1, 2\), the decoder has batch=2"),
         (lambda: small().step([1, 2]), ValueError, "step takes one token"),
         (lambda: small(batch=2).step(1), ValueError, "step takes one token"),
         (lambda: small().generate([1], 3, topk=5), TypeError, "topk=5 .* Decoder.generate, top_k is meant"),
+        (lambda: small().generate([1], 3, eos_token_id=5), TypeError, "eos_token_id=5 .* stop is meant"),
+        (lambda: small().generate([1], 3, do_sample=True), TypeError, "a temperature above 0 draws"),
+        (lambda: small().generate([1], 3, stop=None), TypeError, "stop=None"),
+        (lambda: small().generate([1], 3, stop=1.5), TypeError, "stop=1.5"),
+        (lambda: small().generate([1], 3, stop=97), ValueError, "stop=97 must lie between 0 and 96"),
         (lambda: small().prefill([97]), ValueError, "tokens 0 to 96"),
         (lambda: small().prefill([-1]), ValueError, "tokens 0 to 96"),
         (lambda: small().prefill([0.5]), TypeError, "whole numbers"),
         (lambda: small().prefill(prompt(201)), ValueError, "would have 201 tokens"),
-        (lambda: small().generate(prompt(190), 12), ValueError, "would have 201 tokens"),
+        (
+            lambda: small().generate(prompt(190), 12),
+            ValueError,
+            "201 tokens, 190 held and 11 new; the model takes",
+        ),
+        (
+            lambda: small(max_seqlen=50).prefill(prompt(51)),
+            ValueError,
+            "51 tokens, 0 held and 51 new; .* max_seqlen, up to 200",
+        ),
         (lambda: next(small().stream(3)), ValueError, "call prefill"),
         (lambda: small().generate([1], 3, temperature=-1), ValueError, "temperature"),
         (lambda: small().generate([1], 3, top_p=1.5), ValueError, "top_p"),
@@ -254,6 +332,17 @@ def test_weights_of_a_seed() -> None:
         (lambda: Decoder.from_pretrained("/nowhere/at/all"), OSError, "nowhere.* nothing is downloaded"),
         (lambda: Decoder.from_pretrained("nobody/has-it"), OSError, "'hf download NAME' first"),
         (lambda: Decoder.from_pretrained("pythia-14m"), OSError, "which Decoder.from_config draws"),
+        (
+            lambda: Decoder.from_config("EleutherAI/pythia-14m"),
+            ValueError,
+            "Decoder.from_pretrained reads a folder",
+        ),
+        (lambda: Decoder.from_pretrained(None), TypeError, "model_or_path=None must be a model"),
+        (
+            lambda: Decoder.from_pretrained(llama().to("meta")),
+            ValueError,
+            "on the device 'meta'.* load its weights",
+        ),
         (lambda: Decoder.from_pretrained(neox(hidden_act="gelu_new")), NotImplementedError, "gelu_new"),
         (lambda: Decoder.from_pretrained(neox(hidden_size=80)), ValueError, "head_dim=20"),
         (lambda: Decoder.from_pretrained(llama(rope_parameters=DYNAMIC)), NotImplementedError, "dynamic"),
@@ -272,6 +361,7 @@ def test_a_budget_that_is_too_small_says_what_would_do(budget: Any, options: dic
         small(cache_budget=budget, bits=(4, 8), **options)
     said = str(refused.value)
     assert "plan_length" not in said
+    assert "width 0: tokens may be evicted" in said
     share = re.search(r"bytes even at the lowest widths, ([\d.]+) of what 16 bits take", said)
     assert share
     small(cache_budget=float(share[1]), bits=(4, 8), **options)

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from kvlab.arguments import whole_number
 from kvlab.engine import Decoder
-from kvlab.engine.geometry import PUBLISHED
-from kvlab.lab.engine.models import load
+from kvlab.engine.geometry import PUBLISHED, Geometry
+from kvlab.engine.options import check_options
+from kvlab.lab.engine.models import load, sizes_of
 from kvlab.lab.results import Row
 
 __all__ = ["ALLOWED", "check", "random_check", "states"]
@@ -69,14 +70,13 @@ def check(
     larger of their two ratios, whether it passes; and of timed tokens, of the engine and of transformers in
     float32 on the CPU, microseconds
     """
+    geometry = sizes_of(name_or_path)
+    if layers is not None and not 0 <= min(layers) <= max(layers) < geometry.layers:
+        raise ValueError(f"layer={max(layers)}: the model has layers 0 to {geometry.layers - 1}")
+    _check_length(seq_len, runs, geometry, device)
     depth = None if layers is None else max(layers) + 1
     model = load(name_or_path, dtype, depth, seed)
     count = model.config.num_hidden_layers
-    if layers is not None and not 0 <= min(layers) <= max(layers) < count:
-        raise ValueError(f"layer={max(layers)}: the model has layers 0 to {count - 1}")
-    most = model.config.max_position_embeddings
-    if seq_len + runs > most:
-        raise ValueError(f"seq_len={seq_len}, {runs} tokens timed behind them: the model takes {most}")
     ids = np.random.default_rng(seed).integers(0, model.config.vocab_size, seq_len)
     exact, low = states(model, ids, "float64"), states(model, ids, dtype)
     # The model is again what it was: 16-bit numbers survive both.
@@ -96,6 +96,15 @@ def check(
             **{name: x for name, x in values.items() if int(name.split(".")[0]) in wanted},
         )
     return rows, _times(decoder, model, ids, runs) if runs else []
+
+
+def _check_length(seq_len: int, runs: int, geometry: Geometry, device: str) -> None:
+    if seq_len + runs > geometry.max_positions:
+        behind = f", {runs} tokens timed behind them" if runs else ""
+        raise ValueError(
+            f"seq_len={seq_len}{behind}: the model takes {geometry.max_positions}; ask for fewer tokens"
+        )
+    check_options(geometry, device=device)
 
 
 def _times(decoder: Decoder, model: Any, ids: Floats, runs: int) -> list[Row]:
@@ -147,6 +156,7 @@ def random_check(name: str, *, runs: int, seq_len: int, dtype: str, seed: int, d
     passes
     """
     ours, theirs, is_random = [], [], name in PUBLISHED
+    _check_length(seq_len, 0, sizes_of(name), device)
     for run in range(whole_number(runs, "runs", 1)):
         if run == 0 or is_random:
             model = load(name, dtype, 1, seed + run)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvlab.engine import folder
 from kvlab.engine.geometry import PUBLISHED, Geometry, published
-from kvlab.engine.weights import load_model
 from kvlab.errors import needs_extra
 from kvlab.lab.quality.model import without_progress_bars
 
-__all__ = ["load", "random_model"]
+__all__ = ["load", "random_model", "sizes_of"]
 
 SMALL_VOCABULARY = 1024
 """Tokens of a random model, whose head is cut: it is as wide as the layers, and larger than many of them."""
@@ -36,19 +36,19 @@ def load(name_or_path: str, dtype: str, layers: int | None, seed: int) -> Any:
 
     Raises
     ------
-    ValueError
-        If it is neither.
+    OSError, NotImplementedError, FormatError
+        As `kvlab.engine.folder.load_model`.
     """
     if name_or_path in PUBLISHED:
         return random_model(*published(name_or_path), dtype=dtype, layers=layers, seed=seed)
-    try:
-        with without_progress_bars():
-            return load_model(name_or_path, dtype).float()
-    except OSError as error:
-        raise ValueError(
-            f"{name_or_path!r} is no folder of a model, nor the name of one on this machine (nothing is "
-            f"downloaded: 'hf download NAME' does), and none of the known sizes: {', '.join(PUBLISHED)}"
-        ) from error
+    with without_progress_bars():
+        return folder.load_model(name_or_path, dtype).float()
+
+
+def sizes_of(name_or_path: str) -> Geometry:
+    """Return the sizes of a model that `load` would load, without its weights."""
+    known = name_or_path in PUBLISHED
+    return published(name_or_path)[0] if known else folder.sizes_of(name_or_path)
 
 
 def random_model(

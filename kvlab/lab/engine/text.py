@@ -8,14 +8,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvlab.engine import Decoder
-from kvlab.engine.geometry import PUBLISHED
-from kvlab.errors import needs_extra
+from kvlab.engine.folder import sizes_of
+from kvlab.engine.geometry import PUBLISHED, published
+from kvlab.engine.sampling import Sampling
 from kvlab.lab.quality.model import without_progress_bars
 from kvlab.sizes import format_size
 
 __all__ = ["Chat", "continue_text", "words"]
 
 _KNOWN = 8  # tokens in front of one that can change its text
+_USUAL_TALK = 2048  # tokens
 _ANSWER = "\u2063"  # stands for an answer where the form of a talk is asked for
 
 
@@ -26,18 +28,25 @@ def continue_text(
 
     Raises
     ------
+    OSError, NotImplementedError
+        If `folder` is none of a model that the engine decodes, nor the name of one on this machine.
     ValueError
-        If `folder` is none, nor the name of a model on this machine, or the prompt is empty.
+        If the prompt is empty, or too long for the model.
     """
-    tokenizer = _tokenizer(folder)
+    geometry, tokenizer = sizes_of(folder), _tokenizer(folder)
     ids = tokenizer(prompt)["input_ids"]
     if not ids:
-        raise ValueError(f"--prompt {prompt!r} has no token; write some text")
-    decoder = _loaded(
-        folder, device=device, cache_budget=_budget(budget), max_seqlen=len(ids) + max_new_tokens
-    )
+        raise ValueError(f"prompt={prompt!r} has no token; write some text")
+    needed = len(ids) + max_new_tokens - 1  # the last one is not read
+    if needed > geometry.max_positions:
+        raise ValueError(
+            f"prompt has {len(ids)} tokens and max_new_tokens={max_new_tokens} asks for more than the model "
+            f"takes, {geometry.max_positions} in all; shorten the prompt, or ask for fewer tokens"
+        )
+    Sampling(**sampling)
+    decoder = _loaded(folder, device=device, cache_budget=_budget(budget), max_seqlen=needed)
     decoder.prefill(ids)
-    stream = decoder.stream(max_new_tokens, stop=_ends(folder, tokenizer), **sampling)
+    stream = decoder.stream(max_new_tokens, stop=_ends(folder, tokenizer, geometry.vocabulary), **sampling)
     return words(tokenizer, stream, ids)
 
 
@@ -66,15 +75,18 @@ class Chat:
     device : str
     budget : str, optional
         Of the cache.
-    max_seqlen : int
-        Tokens of the whole talk.
+    max_seqlen : int, optional
+        Tokens of the whole talk; by default what the model takes, up to 2,048.
     """
 
-    def __init__(self, model: str, *, device: str, budget: str | None, max_seqlen: int) -> None:
+    def __init__(self, model: str, *, device: str, budget: str | None, max_seqlen: int | None) -> None:
         is_known = model in PUBLISHED
+        geometry = published(model)[0] if is_known else sizes_of(model)
         self._tokenizer: Any = Letters() if is_known else _tokenizer(model)
-        self._ends = [] if is_known else _ends(model, self._tokenizer)
+        self._ends = [] if is_known else _ends(model, self._tokenizer, geometry.vocabulary)
         make = Decoder.from_config if is_known else _loaded
+        if max_seqlen is None:
+            max_seqlen = min(_USUAL_TALK, geometry.max_positions)
         self._decoder = make(model, device=device, cache_budget=_budget(budget), max_seqlen=max_seqlen)
         self._unread: list[int] = []
         self._count, self._seconds = 0, 0.0
@@ -90,9 +102,11 @@ class Chat:
         ids = self._turn(line)
         tokens_left = self._decoder.max_seqlen - int(self._decoder.lengths[0]) - len(ids)
         if tokens_left < 1:
+            held = int(self._decoder.lengths[0])
             raise ValueError(
-                f"max_seqlen={self._decoder.max_seqlen}: with this line the talk would be too long; "
-                "begin another, with a larger max_seqlen"
+                f"max_seqlen={self._decoder.max_seqlen}: the talk has {held} tokens and this line "
+                f"{len(ids)}; begin another, with a larger max_seqlen (the model takes "
+                f"{self._decoder.geometry.max_positions}) or shorter lines"
             )
         self._decoder.prefill(ids)
         said: list[int] = []
@@ -145,20 +159,21 @@ def _budget(text: str | None) -> float | str | None:
 
 
 def _tokenizer(name: str) -> Any:
-    with needs_extra("hf", "text from a model"):
-        from transformers import AutoTokenizer
+    from transformers import AutoTokenizer
+
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(name, local_files_only=True)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of transformers, tokenizers, sentencepiece: each has its own
         raise ValueError(
-            f"{name!r} is no folder of a model with its tokenizer, nor the name of one on this machine "
-            "(nothing is downloaded: 'hf download NAME' does); known sizes, for kvlab chat alone, are "
-            f"{', '.join(PUBLISHED)}"
+            f"model_or_path={name!r} is a model without a tokenizer that can be read; it lies beside "
+            "config.json as tokenizer.json: fetch the whole model with 'hf download NAME', or save one there "
+            f"with AutoTokenizer.from_pretrained(NAME).save_pretrained({name!r}) "
+            f"({str(error).splitlines()[0]})"
         ) from error
     return tokenizer
 
 
-def _ends(name: str, tokenizer: Any) -> list[int]:
+def _ends(name: str, tokenizer: Any, vocabulary: int) -> list[int]:
     """Tokens that end an answer: the tokenizer's, and those that the model's settings name."""
     from transformers import GenerationConfig
 
@@ -167,7 +182,7 @@ def _ends(name: str, tokenizer: Any) -> list[int]:
     except OSError:  # it has none
         found = None
     named = found if isinstance(found, list) else [found]
-    return sorted({one for one in (*named, tokenizer.eos_token_id) if one is not None})
+    return sorted({one for one in (*named, tokenizer.eos_token_id) if one is not None and one < vocabulary})
 
 
 def words(tokenizer: Any, tokens: Iterator[list[int | None]], before: Sequence[int] = ()) -> Iterator[str]:
