@@ -33,11 +33,11 @@ __all__ = [
 ]
 
 
-def writable(path: Path | None) -> Path | None:
+def writable(option: typer.CallbackParam, path: Path | None) -> Path | None:
     """Refuse a file that cannot be written before the work whose result it gets."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        fault = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-        raise typer.BadParameter(f"{path}: {fault}; name a file in a folder that exists")
+        fault = "Is a folder" if path.is_dir() else f"No such file or directory: {path.parent}"
+        raise OSError(f"{option.opts[0]} {path}: {fault}; name a file in a folder that exists")
     return path
 
 

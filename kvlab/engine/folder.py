@@ -24,8 +24,10 @@ _KNOWN = (
     f"random weights of known sizes come from Decoder.from_config and 'kvlab chat': {', '.join(PUBLISHED)}"
 )
 _CONVERT = (
-    "transformers converts it (with the packages gguf and accelerate): AutoModelForCausalLM.from_pretrained("
-    "FOLDER, gguf_file=NAME).save_pretrained(NEW), and the same with AutoTokenizer"
+    "let transformers unpack it (with the packages gguf and accelerate): Decoder.from_pretrained takes model "
+    "= AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME), and model.hf_quantizer = None; "
+    "del model.config.quantization_config; model.save_pretrained(NEW) makes a folder, to which "
+    "AutoTokenizer.from_pretrained(FOLDER, gguf_file=NAME).save_pretrained(NEW) adds the tokenizer"
 )
 
 

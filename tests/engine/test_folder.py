@@ -15,7 +15,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from kvlab.engine import Decoder
-from kvlab.errors import FormatError
+from kvlab.errors import FormatError, MissingExtraError
+from kvlab.lab.quality.model import SMOLLM2_FILE, require_smollm2
 from tests.engine.models import LLAMA, family
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -95,6 +96,22 @@ def test_faulty_folders_are_refused(
     with pytest.raises(error, match=message) as refused:
         Decoder.from_pretrained(folder)
     assert str(refused.value).startswith(f"model_or_path={str(folder)!r}")
+
+
+@pytest.mark.slow
+def test_what_the_refusal_of_gguf_advises_works(tmp_path: Path) -> None:
+    try:
+        folder = require_smollm2()
+    except MissingExtraError as error:
+        pytest.skip(str(error))
+    with pytest.raises(NotImplementedError, match=r"model.hf_quantizer = None; del model.config.q"):
+        Decoder.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=SMOLLM2_FILE)
+    want = Decoder.from_pretrained(model, max_seqlen=8).prefill([5, 3, 8])
+    model.hf_quantizer = None
+    del model.config.quantization_config
+    model.save_pretrained(tmp_path)
+    assert np.array_equal(Decoder.from_pretrained(tmp_path, max_seqlen=8).prefill([5, 3, 8]), want)
 
 
 def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
