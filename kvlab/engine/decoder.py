@@ -50,7 +50,8 @@ class Decoder:
         Tokens that a row may have; by default what the model is made for (its sliding window, if it has one),
         up to 4,096.
     device : str, optional
-        "cpu", the default, or "cuda", "cuda:1", ...: a GPU of compute capability 8.0 or more.
+        "cpu", the default, or "cuda", "cuda:1", ...: a GPU of compute capability 8.0 or more, counted among
+        those that CUDA_VISIBLE_DEVICES shows.
     plan : {"graph", "ops", "cluster", "cluster-1", ..., "cluster-16"}
         How a GPU takes a token: in one CUDA graph, of one kernel on compute capability 9.0; to debug, in a
         launch for each operation; or, to compare, with the attention block of a layer in a kernel that has a
@@ -78,8 +79,8 @@ class Decoder:
     BudgetError
         If the budget does not hold `max_seqlen` tokens of every row.
     NotImplementedError
-        On a GPU of another compute capability, or with a budget and a head_dim that packed caches do not take
-        there.
+        On a GPU that is not there or has another compute capability, or with a budget and a head_dim that
+        packed caches do not take there.
     OutOfMemory
         If weights, keys and values do not fit the GPU.
 

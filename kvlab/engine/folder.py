@@ -158,7 +158,8 @@ def _no_model(name: str) -> OSError:
         )
     return OSError(
         f"model_or_path={name!r} is no folder of a model, nor the name of one in the Hugging Face cache of "
-        f"this machine; nothing is downloaded here: fetch the model with 'hf download NAME' first; {_KNOWN}"
+        "this machine (one with GGUF files alone is none); nothing is downloaded here: fetch the model with "
+        f"'hf download NAME' first; {_KNOWN}"
     )
 
 

@@ -172,6 +172,8 @@ class _Reader:
         with np.errstate(over="ignore"):
             result = np.ascontiguousarray(found.astype(self.dtype))
         if found.dtype != self.dtype and np.isinf(result).any():
+            if np.isinf(found).any():
+                raise ValueError(f"{name} has infinite weights, in any dtype; fetch or make the model again")
             raise ValueError(
                 f"dtype={self.dtype.name!r}: {name} has weights beyond its range; take dtype='bfloat16'"
             )

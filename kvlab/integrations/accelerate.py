@@ -170,7 +170,7 @@ def _decoded_generate(model: Any, decoders: _Decoders, generate: Callable[..., A
         elif not isinstance(held, kind) or held.decoders is not decoders:
             raise TypeError(
                 f"past_key_values is a {type(held).__name__}; inside kvlab.accelerate pass what generate has "
-                "returned in the same block, or none"
+                "returned in the same block, or none. Blocks do not nest, nor with those of kvlab.quantized"
             )
         held.begin()
         with replaced(model, "forward", partial(_decoded_forward, held)):
@@ -256,10 +256,14 @@ def _cache_class() -> Any:
                 decoder = self.decoders.of(self, rows)
                 keep, longest = valid[:, past:], int(valid.sum(1).max())
             if longest > decoder.max_seqlen:
+                most = decoder.geometry.max_positions
+                advice = (
+                    f"enter kvlab.accelerate with max_seqlen up to {most}, or generate outside"
+                    if decoder.max_seqlen < most
+                    else "the model takes no more, so generate fewer"
+                )
                 raise ValueError(
-                    f"max_seqlen={decoder.max_seqlen}: a row would have {longest} tokens; enter "
-                    f"kvlab.accelerate with max_seqlen up to {decoder.geometry.max_positions}, or generate "
-                    "outside"
+                    f"max_seqlen={decoder.max_seqlen}: a row would have {longest} tokens; {advice}"
                 )
             numbers = ids.cpu().numpy()
             of_rows = [row[of_row] for row, of_row in zip(numbers, keep, strict=True)]
@@ -281,7 +285,9 @@ def _cache_class() -> Any:
                     f"attention_mask must be that of the {past} columns so far, then {new} new ones, for "
                     f"{len(self._seen) if past else rows} rows; it is {valid.shape}, or the old ones differ"
                 )
-            if not new or not valid[:, -1].all():
+            if not new:
+                raise ValueError("input_ids has rows without a token; each row is at least one token")
+            if not valid[:, -1].all():
                 raise ValueError("attention_mask must end with 1 in every row: pad on the left")
             counted = (valid.cumsum(1) - 1)[:, past:]
             keep = valid[:, past:]

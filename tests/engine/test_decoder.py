@@ -393,6 +393,10 @@ def test_other_models_are_refused_by_name() -> None:
         large.lm_head.weight[0, 0] = 1e6
     with pytest.raises(ValueError, match="bfloat16"):
         Decoder.from_pretrained(large, dtype="float16")
+    with torch.no_grad():
+        large.lm_head.weight[0, 0] = torch.inf
+    with pytest.raises(ValueError, match="infinite weights"):
+        Decoder.from_pretrained(large, dtype="float16")
 
 
 def test_a_sliding_window_is_read_as_a_whole_and_no_further() -> None:

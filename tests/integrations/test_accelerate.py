@@ -232,6 +232,18 @@ def test_settings_that_are_refused(options: dict[str, Any], error: type[Exceptio
         assert torch.equal(model.generate(ids, max_new_tokens=4, **GREEDY), want)
 
 
+def test_a_text_longer_than_the_model_takes() -> None:
+    model = half()
+    with kvlab.accelerate(model), pytest.raises(ValueError, match="65 tokens; the model takes no more"):
+        model.generate(prompt(1, 3), max_new_tokens=100, **GREEDY)
+
+
+def test_blocks_do_not_nest() -> None:
+    model = half()
+    with kvlab.accelerate(model), kvlab.accelerate(model), pytest.raises(TypeError, match="do not nest"):
+        model.generate(prompt(1, 3), max_new_tokens=2, **GREEDY)
+
+
 def test_rows_assistants_embeddings_and_strange_calls_are_refused() -> None:
     model, ids = half(), prompt(1, 3)
     with kvlab.accelerate(model):
