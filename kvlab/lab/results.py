@@ -13,16 +13,18 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from kvlab import environment
+from kvlab.errors import FormatError
 from kvlab.files import write_whole
 from kvlab.lab.guard import gpu_state
 
-__all__ = ["Row", "print_table", "provenance", "write"]
+__all__ = ["Row", "print_table", "provenance", "results_of", "write"]
 
 Row = dict[str, str | int | float | None]
 
@@ -122,6 +124,18 @@ def write(result: dict[str, Any], path: Path) -> None:
         writer.writerows(result["rows"])
         text = lines.getvalue()
     write_whole(path, text.encode())
+
+
+@contextmanager
+def results_of(schema: str, path: Path) -> Iterator[dict[str, Any]]:
+    """Read a JSON file for a block that takes it apart; a file of something else is a FormatError."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["schema"] != schema:
+            raise ValueError("another schema")
+        yield found
+    except (ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
+        raise FormatError(f"{path} does not hold results of {schema!r}: {error!r}") from None
 
 
 def print_table(rows: Sequence[Row], title: str, hidden: Sequence[str] = ()) -> None:

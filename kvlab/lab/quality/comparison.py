@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvlab.errors import FormatError
 from kvlab.lab.quality.report import Row, draw, save_figure, summarise, to_csv, to_markdown
 from kvlab.lab.quality.scores import FULL_PRECISION, Continuation, Score, common_windows
+from kvlab.lab.results import results_of
 
 __all__ = ["Comparison", "write_files"]
 
@@ -73,16 +73,12 @@ class Comparison:
         FormatError
             If the file holds something else.
         """
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if found.pop("schema") != SCHEMA:
-                raise ValueError("another schema")
+        with results_of(SCHEMA, path) as found:
+            del found["schema"]
             found["scores"] = [Score(**score) for score in found["scores"]]
             written = found["continuations"]
             found["continuations"] = {name: Continuation(**text) for name, text in written.items()}
             return Comparison(**found)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise FormatError(f"{path} does not hold results of `kvlab demo` ({SCHEMA}): {error}") from None
 
     def rows(self, recorded: Sequence[Comparison] = ()) -> list[Row]:
         """Rows of the table; caches of transformers come from earlier runs if this one has none.

@@ -6,14 +6,13 @@ files are those of benchmarks/quality/settings.py.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvlab.errors import FormatError
 from kvlab.lab.quality.report import figures, with_error
+from kvlab.lab.results import results_of
 
 __all__ = ["read_held"]
 
@@ -38,10 +37,7 @@ def read_held(path: Path) -> list[dict[str, str]]:
     FormatError
         If the file holds something else.
     """
-    try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-        if results["schema"] != SCHEMA:
-            raise ValueError("another schema")
+    with results_of(SCHEMA, path) as results:
         full: dict[str, Any] = next(row["retrieval"] for row in results["rows"] if row["case"].get("dense"))
         caches: dict[str, dict[str, Any]] = {}
         for row in results["rows"]:
@@ -52,8 +48,6 @@ def read_held(path: Path) -> list[dict[str, str]]:
                 found |= {"asked": row["retrieval"]} if "retrieval" in row else {}
         both = [(name, found["single"], found["asked"]) for name, found in caches.items() if len(found) == 2]
         return [_cells(*cache, full) for cache in sorted(both, key=lambda cache: max(cache[1]["bits"]))]
-    except (ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
-        raise FormatError(f"{path} does not hold results of {SCHEMA!r}: {error!r}") from None
 
 
 def _name(case: dict[str, Any]) -> str:
