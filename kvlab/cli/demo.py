@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from kvlab.lab.quality.comparison import Comparison
     from kvlab.lab.quality.plan import Plan
     from kvlab.lab.quality.report import Row
-    from kvlab.lab.quality.workers import Outcome
 
 RESULTS, RECORDED = Path(__file__).parents[2] / "benchmarks" / "results", "*-demo-*.json"
 """Runs that were kept: their rows of transformers' caches stand, marked, in the table of a run without."""
@@ -92,12 +90,14 @@ def command(
     plan = _plan(fractions, _groups(groups, full, tiny), tiny, wanted, device)
     output.mkdir(parents=True, exist_ok=True)
     checkpoint = Checkpoint(output, plan.settings)
-    outcome = _compare(plan, checkpoint, processes or (1 if tiny else processes_for(plan)))
+    result = _compare(plan, checkpoint, processes or (1 if tiny else processes_for(plan)))
 
     from kvlab.lab.quality.comparison import Comparison, write_files
+    from kvlab.lab.results import provenance
 
-    settings: dict[str, str | int] = {"tokens": wanted, "budgets": budgets, "groups": ",".join(plan.groups)}
-    result = _comparison(outcome, plan, settings)
+    result.provenance = provenance(
+        tokens=wanted, budgets=budgets, groups=",".join(plan.groups), device=_device_name(device)
+    )
     rows = result.rows([] if tiny else [Comparison.read(path) for path in sorted(RESULTS.glob(RECORDED))])
     paths = write_files(result, rows, output)
     checkpoint.remove()
@@ -153,7 +153,7 @@ def _plan(budgets: tuple[float, ...], groups: tuple[str, ...], tiny: bool, token
     return Plan("tiny" if tiny else "smollm2", protocol, windows, budgets, groups, device)
 
 
-def _compare(plan: Plan, checkpoint: Checkpoint, processes: int) -> Outcome:
+def _compare(plan: Plan, checkpoint: Checkpoint, processes: int) -> Comparison:
     """Carry a plan out, showing how far it is."""
     from kvlab.cli.progress import bar
     from kvlab.lab.quality.workers import compare
@@ -166,27 +166,6 @@ def _compare(plan: Plan, checkpoint: Checkpoint, processes: int) -> Outcome:
         saved = f"What was read is saved in {checkpoint.path}: the same command goes on from there"
         typer.echo(f"Interrupted. {saved if checkpoint.path.exists() else 'Nothing was read yet'}", err=True)
         raise typer.Exit(130) from None
-
-
-def _comparison(outcome: Outcome, plan: Plan, settings: dict[str, str | int]) -> Comparison:
-    """What was found, with all that says where it comes from."""
-    from kvlab.lab.quality.comparison import Comparison
-    from kvlab.lab.quality.plan import CACHE_DTYPE
-    from kvlab.lab.results import provenance
-
-    source = provenance(**settings, device=_device_name(plan.device), resumed=outcome.resumed)
-    return Comparison(
-        provenance=source,
-        model=outcome.model,
-        text=outcome.text,
-        cache_dtype=CACHE_DTYPE,
-        protocol=asdict(plan.protocol),
-        seconds=outcome.seconds,
-        scores=outcome.scores,
-        prompt=outcome.prompt,
-        continuations=outcome.continuations,
-        races=outcome.races,
-    )
 
 
 def _device_name(device: str) -> str:

@@ -27,13 +27,11 @@ class Comparison:
 
     Attributes
     ----------
-    provenance : dict
-        As `kvlab.lab.results.provenance` gives it: command, time, versions, machine.
     model, text, cache_dtype : str
     protocol : dict
         Fields of `Protocol`.
     seconds : float
-        From the start to the last result.
+        From the start of the processes to the last result.
     scores : list of Score
         Full precision first.
     prompt : str
@@ -41,10 +39,13 @@ class Comparison:
     continuations : dict of str to Continuation
         By name of the cache.
     races : dict of str to (float, float)
-        Tokens a second on a GPU and on the CPU, by tokens that are read.
+        Tokens a second on a GPU and on the CPU, by tokens that are read; empty for a run on the CPU.
+    resumed : int
+        Parts (windows read through a group of caches) that came from the checkpoint of an interrupted run.
+    provenance : dict
+        As `kvlab.lab.results.provenance` gives it: command, time, versions, machine.
     """
 
-    provenance: dict[str, Any]
     model: str
     text: str
     cache_dtype: str
@@ -54,6 +55,8 @@ class Comparison:
     prompt: str = ""
     continuations: dict[str, Continuation] = field(default_factory=dict)
     races: dict[str, tuple[float, float]] = field(default_factory=dict)
+    resumed: int = 0
+    provenance: dict[str, Any] = field(default_factory=dict)
 
     @property
     def scored(self) -> int:

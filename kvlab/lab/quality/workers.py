@@ -20,56 +20,25 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvlab.device import memory_available
 from kvlab.lab.quality.checkpoint import Checkpoint
-from kvlab.lab.quality.plan import Plan, WorkItem, Workload, num_chunks
+from kvlab.lab.quality.comparison import Comparison
+from kvlab.lab.quality.plan import CACHE_DTYPE, Plan, WorkItem, Workload, num_chunks
 from kvlab.lab.quality.scores import Continuation, Score, join
 
 if TYPE_CHECKING:
     from kvlab.lab.quality.reader import Reader
 
-__all__ = ["Outcome", "compare", "processes_for"]
+__all__ = ["compare", "processes_for"]
 
 MAX_PROCESSES = 4
 PROCESS_BYTES = 5 << 29
 """Memory that a process takes: the model, its caches, logits."""
 BESIDE = 0.25
 """Budget of the cache whose continuation stands beside the one of full precision."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a comparison found.
-
-    Attributes
-    ----------
-    model, text : str
-        Names of the model and the text.
-    scores : list of Score
-        Full precision first.
-    prompt : str
-        End of the prompt of the continuations.
-    continuations : dict of str to Continuation
-        By name of the cache.
-    races : dict of str to (float, float)
-        Tokens a second on a GPU and on the CPU, by tokens that are read; empty for a run on the CPU.
-    seconds : float
-        From the start of the processes to the last result.
-    resumed : int
-        Parts (windows read through a group of caches) that came from the checkpoint of an interrupted run.
-    """
-
-    model: str
-    text: str
-    scores: list[Score]
-    prompt: str
-    continuations: dict[str, Continuation]
-    races: dict[str, tuple[float, float]]
-    seconds: float
-    resumed: int
 
 
 def processes_for(plan: Plan) -> int:
@@ -90,7 +59,7 @@ def compare(
     checkpoint: Checkpoint,
     processes: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Outcome:
+) -> Comparison:
     """Read all windows through all caches, then continue a text with two of them.
 
     Parameters
@@ -105,8 +74,8 @@ def compare(
 
     Returns
     -------
-    Outcome
-        Parts stand in the order of their first windows, in whatever order they were read.
+    Comparison
+        Without provenance. Parts stand in the order of their first windows, in whatever order they were read.
 
     Raises
     ------
@@ -153,9 +122,11 @@ def compare(
                 races = result
             else:
                 name, prompt, continuations[name] = result
-    return Outcome(
+    return Comparison(
         model=workload.model,
         text=workload.text,
+        cache_dtype=CACHE_DTYPE,
+        protocol=asdict(plan.protocol),
         scores=_joined(workload, parts),
         prompt=prompt,
         continuations=dict(sorted(continuations.items())),
