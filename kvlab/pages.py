@@ -5,16 +5,16 @@ Pages of equal widths live in one pool, an array (capacity, bytes of a page), an
 it. Which tokens a page holds is nobody's business but the cache's: a page fills token by token, tokens move
 between slots, and attention does not care for their order.
 
-The bytes mean what `kvlab.reference.pages` says. Here are their offsets (`PageLayout`), the functions that
-write and read tokens (compiled; loaded at the first call), and what an attention call needs to know of
-the pages of one layer (`LayerPages`).
+The bytes mean what `kvlab.reference.pages` says. Here are their offsets (`PageLayout`) and what an attention
+call needs to know of the pages of one layer (`LayerPages`). Tokens are encoded and decoded by
+`kvlab.ops.cpu.page_tokens`, and by the kernels of a cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
@@ -24,11 +24,10 @@ from numpy.typing import NDArray
 __all__ = [
     "ALIGNMENT",
     "BLOCK_WIDTHS",
-    "DECODED",
+    "ITEMSIZE",
     "NO_PAGE",
     "PAGE_TABLE_BYTES",
     "QUAD",
-    "RAW",
     "TOKENS_PER_PAGE",
     "WIDTHS",
     "DevicePages",
@@ -37,18 +36,15 @@ __all__ = [
     "Profile",
     "Run",
     "Width",
+    "check_pool",
     "decode_importance",
     "encode_importance",
     "named_pages",
     "new_pool",
     "of_channels",
     "placed_channels",
-    "prepared_frames",
     "profile_names",
-    "read_tokens",
-    "side_formats",
     "width_number",
-    "write_tokens",
 ]
 
 WIDTHS = (2, 3, 4, 8, 16)
@@ -75,9 +71,8 @@ ALIGNMENT = 16
 PAGE_TABLE_BYTES = 8
 """Bytes charged for a page's entry in the page table: index 4, base 2, count 1, rung 1."""
 
-_PARALLEL_TOKENS = 1024  # fewer take less than about half a millisecond a side
-_GUESS = {2: np.float32(0.386), 3: np.float32(0.155), 4: np.float32(0.0592), 8: np.float32(2**-8)}
-_ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
+ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}
+"""Bytes of an element, by the dtype of a cache."""
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -301,104 +296,6 @@ def decode_importance(codes: Bytes) -> Floats:
 _IMPORTANCE_OF = np.concatenate([[0.0], 2.0 ** ((np.arange(1, 256) - 192) / 8)]).astype(np.float32)
 
 
-RAW, DECODED = -1, -2
-"""In place of a step byte that is to be found: of a raw vector, or one that comes from codes.
-
-As kernels/numba/cpu/steps.py has them, which is not imported before a kernel is called.
-"""
-
-
-@lru_cache(maxsize=64)
-def side_formats(layout: PageLayout, dtype: str) -> tuple[tuple[Any, NDArray[np.int32]], ...]:
-    """Return K and V as the kernels want them: numbers, and the place of every code."""
-    from kvlab.numba_kernels.cpu.pages import BFLOAT16, FLOAT16, FLOAT32, Side
-
-    if _ITEMSIZE.get(dtype) != layout.itemsize:
-        raise ValueError(
-            f"dtype must be a cache dtype of {layout.itemsize} bytes, as the layout says, got {dtype!r}"
-        )
-    kind = {"float16": FLOAT16, "bfloat16": BFLOAT16, "float32": FLOAT32}[dtype]
-    sides = []
-    for side, width, codes, steps in (
-        ("k", layout.bits_k, layout.k_codes, layout.k_steps),
-        ("v", layout.bits_v, layout.v_codes, layout.v_steps),
-    ):
-        if isinstance(width, tuple):
-            bits, guess = width_number(width), np.float32(0)
-        else:
-            bits, guess = layout.stored_bits(width), _GUESS.get(width, np.float32(0))
-        places = np.zeros((TOKENS_PER_PAGE, layout.head_dim), np.int32)
-        for run in layout.runs(width):
-            own = places[:, run.first : run.first + run.channels]
-            own[...] = first_bits(run.bits, run.channels, side)
-            own[...] += np.where(own < 0, -1, 1) * 1024 * run.word
-        sides.append((Side(layout.nbytes, codes, steps, bits, kind, guess), places))
-    return tuple(sides)
-
-
-def first_bits(bits: int, head_dim: int, side: str) -> NDArray[np.int32]:
-    """Return the index of the lowest bit of every code of a side, (16, head_dim).
-
-    ``~index`` says that the bits are in words of their own. `kvlab.reference.pages.bit_address` is the order.
-    """
-    slot, channel = np.indices((TOKENS_PER_PAGE, head_dim))
-    tile, token = channel // 16, slot // 2 + slot % 2 * 8
-    row, column = (token, channel % 16) if side == "k" else (channel % 16, token)
-    lane, register, half = row % 8 * 4 + column % 8 // 2, row // 8 + column // 8 * 2, column % 2
-    alone = np.zeros(tile.shape, np.bool_)
-    if bits == 32:
-        word, bit = 8 * tile + 2 * register + half, np.zeros_like(tile)
-    elif bits == 2:
-        word, bit = tile // 2, 8 * (register // 2) + 4 * (tile % 2) + 2 * (register % 2) + 16 * half
-    elif bits == 3:
-        shared, pair = tile < head_dim // 64 * 4, 4 * (tile % 4) + register
-        alone = shared & (pair == 15)
-        word = tile // 4 * 3 + np.where(shared, np.where(alone, 0, pair // 5), tile % 4)
-        bit = np.where(shared, np.where(alone, 0, 3 * (pair % 5) + 1), 4 * register) + 16 * half
-    else:
-        per_word = 16 // bits
-        word, bit = bits * tile // 4 + register // per_word, bits * (register % per_word) + 16 * half
-    at = 32 * (32 * word + lane) + bit
-    return np.where(alone, ~at, at).astype(np.int32)
-
-
-def _in_threads(
-    serial: Callable[..., int], parallel: Callable[..., int], tokens: int, *arguments: Any
-) -> int:
-    """Call the kernel that is faster for so many tokens."""
-    import numba
-
-    threads = numba.get_num_threads()
-    if tokens < _PARALLEL_TOKENS or threads == 1:
-        return serial(*arguments)
-    return parallel(*arguments, threads)
-
-
-def prepared_frames(
-    k_mean: NDArray[np.float16],
-    k_shift: NDArray[np.uint8],
-    exponent: NDArray[np.int8] | None = None,
-    k_order: NDArray[np.uint8] | None = None,
-    k_gain: NDArray[np.float32] | None = None,
-) -> Any:
-    """Return frames of keys, (..., tables of one), as kernels take them: a `steps.Frames` of the CPU's.
-
-    Without `k_order` and `k_gain` keys are not kept in blocks.
-    """
-    from kvlab.numba_kernels.cpu.steps import Frames, prepare_frames
-
-    mean = k_mean.astype(np.float32, order="C").reshape(-1, k_mean.shape[-1])
-    sums, most, powers = np.empty(mean.size, np.float32), np.empty(len(mean), np.float32), np.empty_like(mean)
-    down = np.ones((len(mean), 2), np.float32)
-    if exponent is not None:
-        down[...] = np.ldexp(down, -exponent.reshape(-1, 2).astype(np.int32))
-    order = np.empty(0, np.uint8) if k_order is None else placed_channels(k_order).reshape(-1)
-    gain = np.empty(0, np.float32) if k_gain is None else np.ascontiguousarray(k_gain).reshape(-1)
-    frames = Frames(sums, most, powers.reshape(-1), np.empty(len(mean), np.bool_), down, order, gain)
-    prepare_frames(mean, of_channels(k_shift).reshape(mean.shape), frames)
-    return frames
-
-
 def of_channels(of_pairs: NDArray[Any]) -> NDArray[Any]:
     """Return by channel, (..., head_dim), what a frame has by rotary pair: channels i and i + head_dim / 2.
 
@@ -423,97 +320,6 @@ def placed_channels(k_order: NDArray[Any]) -> NDArray[Any]:
     half = k_order.shape[-1]
     pairs = k_order.reshape(*k_order.shape[:-1], 4, half // 4)
     return np.concatenate([pairs, pairs + half], axis=-1).reshape(*k_order.shape[:-1], 2 * half)
-
-
-def write_tokens(
-    pool: Bytes,
-    layout: PageLayout,
-    dtype: str,
-    page: NDArray[np.integer[Any]],
-    slot: NDArray[np.integer[Any]],
-    k: Floats,
-    v: Floats,
-    steps: NDArray[np.int16] | None = None,
-) -> None:
-    """Encode tokens into slots: the codes and steps of K and V. Positions and importance stay as they are.
-
-    Tokens of a page are written in the order of the list; different pages may be written at the same time.
-
-    Parameters
-    ----------
-    pool : uint8, (pages, layout.nbytes), contiguous
-    layout : PageLayout
-    dtype : {"float16", "bfloat16", "float32"}
-        Of the cache.
-    page, slot : integers, (n,)
-        Where token i goes.
-    k, v : float32, (n, head_dim)
-        Rotated (`rotate_keys`, `rotate_values` of `kvlab.reference.pages`, `rotate_in_blocks` of
-        `kvlab.reference.blocks`) where that side's width is below 16, raw where it is 16.
-    steps : int16, (2, n), optional
-        Of keys and of values: the step byte of one that was read from codes of this width, which stay as they
-        are; DECODED of one that was read from codes of another width; RAW of others, and if it is left out.
-
-    Raises
-    ------
-    ValueError
-        If a shape or type is wrong, or a place is outside the pool. Nothing has been written then.
-
-    Examples
-    --------
-    >>> layout = PageLayout(head_dim=16, bits_k=8, bits_v=16, itemsize=2)
-    >>> pool = np.zeros((3, layout.nbytes), np.uint8)
-    >>> k = np.linspace(-1, 1, 16, dtype=np.float32)[None]
-    >>> where = np.array([2]), np.array([15])
-    >>> write_tokens(pool, layout, "float16", *where, k, k)
-    >>> k_again, v_again = read_tokens(pool, layout, "float16", *where)
-    >>> bool(abs(k_again - k).max() < 0.01), bool(abs(v_again - k).max() < 0.0005)
-    (True, True)
-    """
-    from kvlab.numba_kernels.cpu.pages import write_side, write_side_parallel
-
-    sides = side_formats(layout, dtype)
-    _check_pool(pool, layout)
-    where = _check_places({"page": page, "slot": slot})
-    shape = len(where[0]), layout.head_dim
-    for name, x in (("k", k), ("v", v)):
-        if x.dtype != np.float32 or x.shape != shape:
-            raise ValueError(f"{name} must be float32 of shape {shape}, got {x.dtype} {x.shape}")
-    if steps is None:
-        steps = np.full((2, shape[0]), RAW, np.int16)
-    elif steps.dtype != np.int16 or steps.shape != (2, shape[0]):
-        raise ValueError(f"steps must be int16 of shape {(2, shape[0])}, got {steps.dtype} {steps.shape}")
-    for side, x, known in zip(sides, (k, v), np.ascontiguousarray(steps), strict=True):
-        arguments = pool.reshape(-1), *side, *where, np.ascontiguousarray(x).reshape(-1), known
-        bad = _in_threads(write_side, write_side_parallel, len(x), *arguments)
-        _check_bad(bad, pool, where)
-
-
-def read_tokens(
-    pool: Bytes,
-    layout: PageLayout,
-    dtype: str,
-    page: NDArray[np.integer[Any]],
-    slot: NDArray[np.integer[Any]],
-) -> tuple[Floats, Floats]:
-    """Decode tokens: the inverse of `write_tokens`, same arguments.
-
-    Returns
-    -------
-    k, v : float32, (n, head_dim)
-        Still rotated where that side's width is below 16.
-    """
-    from kvlab.numba_kernels.cpu.pages import read_side, read_side_parallel
-
-    sides = side_formats(layout, dtype)
-    _check_pool(pool, layout)
-    where = _check_places({"page": page, "slot": slot})
-    k, v = (np.empty((len(where[0]), layout.head_dim), np.float32) for _ in sides)
-    for side, x in zip(sides, (k, v), strict=True):
-        arguments = pool.reshape(-1), *side, *where, x.reshape(-1)
-        bad = _in_threads(read_side, read_side_parallel, len(x), *arguments)
-        _check_bad(bad, pool, where)
-    return k, v
 
 
 @dataclass(frozen=True, eq=False)
@@ -571,19 +377,19 @@ class LayerPages:
     k_gain: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
 
     def __post_init__(self) -> None:
-        if self.dtype not in _ITEMSIZE:
-            raise ValueError(f"dtype must be one of {', '.join(_ITEMSIZE)}, got {self.dtype!r}")
+        if self.dtype not in ITEMSIZE:
+            raise ValueError(f"dtype must be one of {', '.join(ITEMSIZE)}, got {self.dtype!r}")
         if not self.layouts or len(self.layouts) != len(self.pools):
             raise ValueError(
                 f"layouts and pools must be of equal length, at least 1, "
                 f"got {len(self.layouts)} and {len(self.pools)}"
             )
         for layout, pool in zip(self.layouts, self.pools, strict=True):
-            if layout.head_dim != self.head_dim or layout.itemsize != _ITEMSIZE[self.dtype]:
+            if layout.head_dim != self.head_dim or layout.itemsize != ITEMSIZE[self.dtype]:
                 raise ValueError(
                     f"layouts must have one head_dim and the itemsize of {self.dtype}, got {self.layouts}"
                 )
-            _check_pool(pool, layout, ALIGNMENT)
+            check_pool(pool, layout, ALIGNMENT)
         if self.num_pages.ndim != 2 or self.num_pages.dtype != np.int32:
             raise ValueError(
                 f"num_pages must be int32 (batch, num_heads_kv), "
@@ -687,23 +493,9 @@ def new_pool(pages: int, layout: PageLayout) -> Bytes:
     return raw[start : start + pages * layout.nbytes].reshape(pages, layout.nbytes)
 
 
-def _check_pool(pool: Bytes, layout: PageLayout, alignment: int = 4) -> None:
+def check_pool(pool: Bytes, layout: PageLayout, alignment: int = 4) -> None:
+    """Raise ValueError unless an array can hold pages of a layout."""
     if pool.dtype != np.uint8 or pool.ndim != 2 or pool.shape[1] != layout.nbytes:
         raise ValueError(f"pool must be uint8 (pages, {layout.nbytes}), got {pool.dtype} {pool.shape}")
     if pool.size and (not pool.flags.c_contiguous or pool.ctypes.data % alignment):
         raise ValueError(f"pool must be contiguous and start at a multiple of {alignment} bytes")
-
-
-def _check_places(lists: dict[str, NDArray[np.integer[Any]]]) -> list[NDArray[np.int64]]:
-    sizes = {name: x.shape for name, x in lists.items()}
-    if len(set(sizes.values())) != 1 or any(x.ndim != 1 or x.dtype.kind not in "iu" for x in lists.values()):
-        raise ValueError(f"{', '.join(lists)} must be integers of one length, got shapes {sizes}")
-    return [np.ascontiguousarray(x, np.int64) for x in lists.values()]
-
-
-def _check_bad(bad: int, pool: Bytes, where: list[NDArray[np.int64]]) -> None:
-    if bad >= 0:
-        raise ValueError(
-            f"pages and slots must be below {len(pool)} and {TOKENS_PER_PAGE}, "
-            f"at index {bad} they are {', '.join(str(x[bad]) for x in where)}"
-        )

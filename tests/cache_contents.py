@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvlab.cache.store import DeviceStore
+from kvlab.ops.cpu.page_tokens import decode_tokens
 from kvlab.ops.layer_state import UNIT
-from kvlab.pages import LayerPages, named_pages, read_tokens
+from kvlab.pages import LayerPages, named_pages
 from tests.allocations import fail_everywhere
 
 
@@ -68,7 +69,7 @@ def contents_of(cache: Any) -> dict[tuple[int, int, int, int], tuple[int, bytes]
         for row, head, entry in entries_with_tokens(pages):
             rung, count = int(pages.rung[row, head, entry]), int(pages.count[row, head, entry])
             layout, record = pages.layouts[rung], pages.pools[rung][pages.index[row, head, entry]][None]
-            k, v = read_tokens(record, layout, pages.dtype, np.zeros(count, np.int64), np.arange(count))
+            k, v = decode_tokens(record, layout, pages.dtype, np.zeros(count, np.int64), np.arange(count))
             lower, codes = (x[0, :count] for x in (layout.positions_in(record), layout.importance_in(record)))
             at = (int(pages.base[row, head, entry]) << 16) + lower.astype(np.int64)
             for position, *token in zip(at.tolist(), k, v, codes, strict=True):

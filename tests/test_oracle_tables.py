@@ -7,7 +7,8 @@ import pytest
 
 from kvlab.ops import codebooks
 from kvlab.ops.codec_layout import CODECS, half_levels
-from kvlab.pages import TOKENS_PER_PAGE, WIDTHS, PageLayout, first_bits, side_formats
+from kvlab.ops.cpu.page_tokens import first_bits, side_formats
+from kvlab.pages import TOKENS_PER_PAGE, WIDTHS, PageLayout
 from kvlab.reference import codebooks as reference_codebooks
 from kvlab.reference import codec as reference_codec
 from kvlab.reference import pages as reference_pages

@@ -138,11 +138,12 @@ def packed_attention(
     A page at 16 bits that holds two keys of zeros and their values.
 
     >>> import numpy as np
-    >>> from kvlab.pages import LayerPages, PageLayout, write_tokens
+    >>> from kvlab.ops.cpu.page_tokens import encode_tokens
+    >>> from kvlab.pages import LayerPages, PageLayout
     >>> layout = PageLayout(head_dim=16, bits_k=16, bits_v=16, itemsize=4)
     >>> pool = np.zeros((1, layout.nbytes), np.uint8)
     >>> k, v = np.zeros((2, 16), np.float32), np.eye(2, 16, dtype=np.float32)
-    >>> write_tokens(pool, layout, "float32", np.array([0, 0]), np.array([0, 1]), k, v)
+    >>> encode_tokens(pool, layout, "float32", np.array([0, 0]), np.array([0, 1]), k, v)
     >>> count = np.array([[[2, 0, 0, 0]]], np.uint8)
     >>> rung, index, base = (np.zeros((1, 1, 4), kind) for kind in ("u1", "u4", "u2"))
     >>> mean = np.zeros((1, 1, 16), np.float16)

@@ -13,8 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.errors import BudgetError
 from kvlab.ladder import ERRORS
+from kvlab.ops.cpu.page_tokens import decode_tokens
 from kvlab.ops.layer_state import WAITING_PAGES
-from kvlab.pages import of_channels, read_tokens
+from kvlab.pages import of_channels
 from kvlab.reference.attention import attend_rows
 from kvlab.reference.codec import hadamard
 from kvlab.reference.pages import bit_address, value_signs
@@ -41,7 +42,7 @@ def held(cache, layer, row):
     for r, rung in enumerate(pages.layouts):
         mine = listed.rung == r
         head = listed.head[mine]
-        k, v = read_tokens(pages.pools[r], rung, pages.dtype, listed.index[mine], listed.slot[mine])
+        k, v = decode_tokens(pages.pools[r], rung, pages.dtype, listed.index[mine], listed.slot[mine])
         if rung.bits_k < 16:
             k = np.ldexp(hadamard(k), of_channels(pages.k_shift[row, head])) + pages.k_mean[row, head]
         v = v if rung.bits_v == 16 else hadamard(v) * value_signs(v.shape[1])

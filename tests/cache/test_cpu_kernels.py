@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kvlab.numba_kernels.cpu.steps import DECODED, RAW
 
 from kvlab.arrays import numpy_dtype
 from kvlab.cache.cpu import CpuKernels
@@ -16,21 +17,12 @@ from kvlab.cache.layers import Layer, LayerFormat
 from kvlab.cache.store import DeviceStore
 from kvlab.ladder import parse_bits
 from kvlab.ops.attention import attention
+from kvlab.ops.cpu.page_tokens import decode_tokens, encode_tokens
 from kvlab.ops.frame import FRAME
 from kvlab.ops.layer_state import NEW_TOKENS, OBSERVED, UNIT, new_tokens
 from kvlab.ops.packed import packed_attention
 from kvlab.ops.plan import PlanShape, ample_nbytes
-from kvlab.pages import (
-    DECODED,
-    QUAD,
-    RAW,
-    TOKENS_PER_PAGE,
-    decode_importance,
-    encode_importance,
-    named_pages,
-    read_tokens,
-    write_tokens,
-)
+from kvlab.pages import QUAD, TOKENS_PER_PAGE, decode_importance, encode_importance, named_pages
 from kvlab.reference.blocks import KeyFrame, rotate_in_blocks
 from kvlab.reference.importance import followed
 from kvlab.reference.pages import rotate_keys, rotate_values
@@ -51,7 +43,7 @@ class Page:
         self.where = np.array([0]), np.array([slot])
 
     def read(self) -> tuple[np.ndarray, np.ndarray]:
-        k, v = read_tokens(self.record, self.layout, self.dtype, *self.where)
+        k, v = decode_tokens(self.record, self.layout, self.dtype, *self.where)
         return k[0], v[0]
 
     def scale(self, first: int) -> int:
@@ -59,7 +51,7 @@ class Page:
 
     def write(self, k: Any, v: Any, scales: tuple[int, int], position: int, code: int) -> None:
         known = np.array(scales, np.int16)[:, None]
-        write_tokens(self.record, self.layout, self.dtype, *self.where, k[None], v[None], known)
+        encode_tokens(self.record, self.layout, self.dtype, *self.where, k[None], v[None], known)
         self.layout.positions_in(self.record)[0, self.slot] = position & 0xFFFF
         self.layout.importance_in(self.record)[0, self.slot] = code
 

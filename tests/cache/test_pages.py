@@ -11,21 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvlab.numba_kernels.cpu import pages as cpu_pages
+from kvlab.numba_kernels.cpu.steps import DECODED, RAW
 from numpy.typing import NDArray
 
+from kvlab.ops.cpu.page_tokens import decode_tokens, encode_tokens, side_formats
 from kvlab.pages import (
-    DECODED,
     PAGE_TABLE_BYTES,
-    RAW,
     TOKENS_PER_PAGE,
     WIDTHS,
     PageLayout,
     Run,
     decode_importance,
     encode_importance,
-    read_tokens,
-    side_formats,
-    write_tokens,
 )
 from kvlab.reference import blocks, records
 from kvlab.reference import pages as reference
@@ -77,7 +74,7 @@ def written(
     v: NDArray[np.float32],
     decoded: Any = (False, False),
 ) -> NDArray[np.uint8]:
-    """Return what `pool` must be after `write_tokens`, by the oracle and bit by bit."""
+    """Return what `pool` must be after `encode_tokens`, by the oracle and bit by bit."""
     pool = pool.copy()
     for x, side, of_codes, width, start, steps in (
         (k, "k", decoded[0], layout.bits_k, layout.k_codes, layout.k_steps),
@@ -189,12 +186,12 @@ def test_written_pages_equal_the_oracle(case: tuple[PageLayout, str], seed: int,
     pool, (page, slot) = random_pool(rng, layout), some_places(rng, n)
     k, v = page_vectors(rng, n, layout.head_dim), page_vectors(rng, n, layout.head_dim)
     expected = written(pool, layout, dtype, page, slot, k, v)
-    write_tokens(pool, layout, dtype, page, slot, k, v)
+    encode_tokens(pool, layout, dtype, page, slot, k, v)
     np.testing.assert_array_equal(pool, expected)
     decoded = rng.integers(0, 2, (2, n)).astype(bool)
     expected = written(pool, layout, dtype, page, slot, k, v, decoded)
     steps = np.where(decoded, DECODED, RAW).astype(np.int16)
-    write_tokens(pool, layout, dtype, page, slot, k, v, steps)
+    encode_tokens(pool, layout, dtype, page, slot, k, v, steps)
     np.testing.assert_array_equal(pool, expected)
 
 
@@ -208,7 +205,7 @@ def test_the_smallest_vectors(bits: int) -> None:
     page, slot = np.divmod(np.arange(len(sizes)), TOKENS_PER_PAGE)
     pool = np.zeros((page[-1] + 1, layout.nbytes), np.uint8)
     expected = written(pool, layout, "float16", page, slot, x, x)
-    write_tokens(pool, layout, "float16", page, slot, x, x)
+    encode_tokens(pool, layout, "float16", page, slot, x, x)
     np.testing.assert_array_equal(pool, expected)
     step = pool[page, layout.k_steps + slot]
     assert set(step) >= ({1, 2, 3} if bits == 8 else {0, 3, 4, 5})
@@ -225,7 +222,7 @@ def test_tokens_read_equal_the_oracle(case: tuple[PageLayout, str], seed: int) -
     steps[steps > 0xF7] = 0xFF
     before = pool.copy()
     page, slot = some_places(rng, 40)
-    k, v = read_tokens(pool, layout, dtype, page.astype(np.int32), slot.astype(np.uint8))
+    k, v = decode_tokens(pool, layout, dtype, page.astype(np.int32), slot.astype(np.uint8))
     np.testing.assert_array_equal(pool, before)
     decoded = [
         records.decode_page(record, layout.head_dim, layout.bits_k, layout.bits_v, dtype) for record in pool
@@ -243,17 +240,17 @@ def test_unused_slots_never_matter(case: tuple[PageLayout, str], seed: int) -> N
     k, v = rng.standard_normal((2, 30, layout.head_dim), dtype=np.float32)
     of_nan, of_zeros = np.full((2, PAGES, layout.nbytes), [[[0xFF]], [[0]]], np.uint8)
     for pool in (of_nan, of_zeros):
-        write_tokens(pool, layout, dtype, page, slot, k, v)
+        encode_tokens(pool, layout, dtype, page, slot, k, v)
     for x, y in zip(
-        read_tokens(of_nan, layout, dtype, page, slot),
-        read_tokens(of_zeros, layout, dtype, page, slot),
+        decode_tokens(of_nan, layout, dtype, page, slot),
+        decode_tokens(of_zeros, layout, dtype, page, slot),
         strict=True,
     ):
         assert np.isfinite(x).all()
         np.testing.assert_array_equal(x, y)
     used = np.zeros((PAGES, TOKENS_PER_PAGE), bool)
     used[page, slot] = True
-    for x in read_tokens(of_nan, layout, dtype, *np.nonzero(~used)):
+    for x in decode_tokens(of_nan, layout, dtype, *np.nonzero(~used)):
         assert np.isnan(x).all()
 
 
@@ -263,9 +260,9 @@ def test_a_place_written_twice_holds_the_later_token(n: int) -> None:
     pool = np.zeros((2, layout.nbytes), np.uint8)
     k, v = np.random.default_rng(1).standard_normal((2, n, 32), dtype=np.float32)
     page, slot = np.arange(n) % 2, np.arange(n) // 2 % 10
-    write_tokens(pool, layout, "float16", page, slot, k, v)
+    encode_tokens(pool, layout, "float16", page, slot, k, v)
     again = np.zeros_like(pool)
-    write_tokens(again, layout, "float16", page[-20:], slot[-20:], k[-20:], v[-20:])
+    encode_tokens(again, layout, "float16", page[-20:], slot[-20:], k[-20:], v[-20:])
     np.testing.assert_array_equal(pool, again)
 
 
@@ -276,7 +273,7 @@ def test_a_page_belongs_to_one_thread() -> None:
     page, slot = some_places(rng, 300, pages=20)
     x = rng.standard_normal((300, 32), dtype=np.float32)
     pool = np.zeros((20, layout.nbytes), np.uint8)
-    write_tokens(pool, layout, "float16", page, slot, x, np.zeros_like(x))
+    encode_tokens(pool, layout, "float16", page, slot, x, np.zeros_like(x))
     together = np.zeros_like(pool)
     (side, places), raw = side_formats(layout, "float16")[0], np.full(300, RAW, np.int16)
     for part in range(3):
@@ -312,12 +309,14 @@ def test_the_number_of_threads_does_not_matter(bits: int) -> None:
     for threads in range(1, numba.get_num_threads() + 1):
         numba.set_num_threads(threads)
         got = pool.copy()
-        write_tokens(got, layout, "float16", page, slot, k, v)
+        encode_tokens(got, layout, "float16", page, slot, k, v)
         np.testing.assert_array_equal(got, expected)
-        values = read_tokens(got, layout, "float16", page, slot)
+        values = decode_tokens(got, layout, "float16", page, slot)
         for first in range(0, 2000, 100):
             part = slice(first, first + 100)
-            for x, y in zip(values, read_tokens(got, layout, "float16", page[part], slot[part]), strict=True):
+            for x, y in zip(
+                values, decode_tokens(got, layout, "float16", page[part], slot[part]), strict=True
+            ):
                 np.testing.assert_array_equal(x[part], y)
 
 
@@ -329,13 +328,13 @@ def test_what_was_read_is_written_as_it_was(case: tuple[PageLayout, str], seed: 
     page, slot = some_places(rng, 40)
     k, v = page_vectors(rng, 40, layout.head_dim), page_vectors(rng, 40, layout.head_dim)
     pool = random_pool(rng, layout)
-    write_tokens(pool, layout, dtype, page, slot, k, v)
-    k, v = read_tokens(pool, layout, dtype, page, slot)
+    encode_tokens(pool, layout, dtype, page, slot, k, v)
+    k, v = decode_tokens(pool, layout, dtype, page, slot)
     first = ((layout.bits_k, layout.k_steps), (layout.bits_v, layout.v_steps))
     steps = [pool[page, at + slot] if bits != 16 else np.full(40, RAW) for bits, at in first]
     again = pool.copy()
-    write_tokens(again, layout, dtype, page, slot, np.zeros_like(k), np.zeros_like(v))
-    write_tokens(again, layout, dtype, page, slot, k, v, np.array(steps, np.int16))
+    encode_tokens(again, layout, dtype, page, slot, np.zeros_like(k), np.zeros_like(v))
+    encode_tokens(again, layout, dtype, page, slot, k, v, np.array(steps, np.int16))
     np.testing.assert_array_equal(again, pool)
 
 
@@ -351,13 +350,13 @@ def test_writing_what_was_read(seed: int, bits: int, head_dim: int) -> None:
     where = some_places(rng, 100)
     x = (rng.standard_normal((100, head_dim)) * 2.0 ** rng.uniform(-6, 10, (100, 1))).astype(np.float32)
     pool = random_pool(rng, layout)
-    write_tokens(pool, layout, "float16", *where, x, x)
-    first, _ = read_tokens(pool, layout, "float16", *where)
+    encode_tokens(pool, layout, "float16", *where, x, x)
+    first, _ = decode_tokens(pool, layout, "float16", *where)
     byte = pool[where[0], layout.k_steps + where[1]]
 
     again = pool.copy()
-    write_tokens(again, layout, "float16", *where, first, first, np.full((2, len(first)), DECODED, np.int16))
-    second, _ = read_tokens(again, layout, "float16", *where)
+    encode_tokens(again, layout, "float16", *where, first, first, np.full((2, len(first)), DECODED, np.int16))
+    second, _ = decode_tokens(again, layout, "float16", *where)
     byte_again = again[where[0], layout.k_steps + where[1]]
 
     same = byte_again == byte
@@ -412,12 +411,12 @@ def test_wrong_arguments_are_refused_before_anything_is_written(change: dict[str
     call = good_call() | change
     before = call["pool"].copy()
     with pytest.raises(ValueError, match=message):
-        write_tokens(**call)
+        encode_tokens(**call)
     np.testing.assert_array_equal(call["pool"], before)
     if not change.keys() & {"k", "v", "steps"}:
         with pytest.raises(ValueError, match=message):
-            read_tokens(*(call[name] for name in ("pool", "layout", "dtype", "page", "slot")))
+            decode_tokens(*(call[name] for name in ("pool", "layout", "dtype", "page", "slot")))
 
 
 def test_the_call_that_the_refusals_start_from_is_right() -> None:
-    write_tokens(**good_call())
+    encode_tokens(**good_call())

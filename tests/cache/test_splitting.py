@@ -27,8 +27,9 @@ from kvlab.cache.layers import Layer
 from kvlab.integrations.transformers import KVLabCache
 from kvlab.lab.quality.model import Subject
 from kvlab.lab.quality.text import cut_windows
+from kvlab.ops.cpu.page_tokens import decode_tokens
 from kvlab.ops.frame import key_mean
-from kvlab.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE, of_channels, read_tokens
+from kvlab.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE, of_channels
 from kvlab.reference.attention import attention
 from kvlab.reference.codec import hadamard
 from kvlab.reference.pages import value_signs
@@ -66,7 +67,7 @@ def stored(cache: MixedPrecisionCache) -> tuple[np.ndarray, np.ndarray]:
     """K and V of all tokens as they are stored, (1, LENGTH, heads, DIM), in the order of their positions."""
     pages = cache.pages(0)
     tokens, layout = tokens_in(pages, 0), pages.layouts[0]
-    k, v = read_tokens(pages.pools[0], layout, pages.dtype, tokens.index, tokens.slot)
+    k, v = decode_tokens(pages.pools[0], layout, pages.dtype, tokens.index, tokens.slot)
     if layout.bits_k < 16:
         k = np.ldexp(hadamard(k), of_channels(pages.k_shift[0, tokens.head])) + pages.k_mean[0, tokens.head]
         k = k.astype(np.float32)

@@ -12,7 +12,7 @@ from kvlab.numba_kernels.cpu import steps as kernels
 from numba import njit
 from numpy.typing import NDArray
 
-from kvlab import pages
+from kvlab.ops.cpu.page_tokens import prepared_frames
 from kvlab.reference import blocks as reference
 from kvlab.reference.pages import STEPS
 from tests.strategies import SEEDS, page_vectors
@@ -116,7 +116,7 @@ def test_rotations_are_those_of_the_reference(seed: int, n: int, heads: int, hea
     exponent = rng.integers(-20, 12, (heads, 2)).astype(np.int8)
     order = np.argsort(rng.random(half), 1).astype(np.uint8)
     gain = np.exp2(rng.uniform(-3, 12, (heads, 4))).astype(np.float16).astype(np.float32)
-    frames = pages.prepared_frames(mean, shift.astype(np.uint8), exponent, order, gain)
+    frames = prepared_frames(mean, shift.astype(np.uint8), exponent, order, gain)
     out, scratch, mine = np.full_like(x, np.nan), np.empty(head_dim, np.float32), x.copy()
     _rotate_all(mine.reshape(-1), head_dim, frames, of_row, out.reshape(-1), scratch)
     expected = np.empty_like(x)
@@ -137,7 +137,7 @@ def test_one_more_in_a_gain_or_another_order_is_seen() -> None:
     frame = reference.KeyFrame(mean[0], np.zeros(32, np.uint8), 0, order[0], gain[0])
     expected = reference.rotate_in_blocks(x, frame, "float32")
     for wrong in ((np.roll(order, 1), gain), (order, gain * np.float32(1 + 2**-10))):
-        frames = pages.prepared_frames(mean, np.zeros((1, 32), np.uint8), np.zeros((1, 2), np.int8), *wrong)
+        frames = prepared_frames(mean, np.zeros((1, 32), np.uint8), np.zeros((1, 2), np.int8), *wrong)
         out = np.empty_like(x)
         _rotate_all(x[0].copy(), 64, frames, np.zeros(1, np.int64), out[0], np.empty(64, np.float32))
         assert (out != expected).any()

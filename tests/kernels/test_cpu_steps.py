@@ -12,7 +12,7 @@ from kvlab.numba_kernels.cpu.steps import DECODED, RAW, encode_vector, log_of_bl
 from numba import njit
 from numpy.typing import NDArray
 
-from kvlab import pages
+from kvlab.ops.cpu.page_tokens import prepared_frames
 from kvlab.reference import pages as reference
 from tests.strategies import SEEDS, VECTOR_KINDS, page_vectors
 
@@ -34,7 +34,7 @@ def rotated(
 ) -> NDArray[np.float32]:
     means = np.empty((0, x.shape[1]), np.float16) if mean is None else mean
     before, out = (x.copy(), means.copy()), np.full_like(x, POISON)
-    frames = pages.prepared_frames(means, np.zeros((len(means), x.shape[1] // 2), np.uint8))
+    frames = prepared_frames(means, np.zeros((len(means), x.shape[1] // 2), np.uint8))
     _rotate_all(
         x.reshape(-1), x.shape[1], frames, np.full(len(x), -1) if of_row is None else of_row, out.reshape(-1)
     )
@@ -163,10 +163,6 @@ def test_equally_good_steps(bits: int) -> None:
     rng = np.random.default_rng(bits)
     x = np.rint(rng.standard_normal((20000, 16)) * rng.choice([8, 60], (20000, 1))).astype(np.float32)
     assert_same(x, bits)
-
-
-def test_raw_and_decoded_are_told_alike() -> None:
-    assert (RAW, DECODED) == (pages.RAW, pages.DECODED)
 
 
 def test_one_bit_more_or_less_is_seen() -> None:

@@ -24,17 +24,9 @@ from kvlab.arrays import numpy_dtype
 from kvlab.errors import needs_extra
 from kvlab.lab.results import Row
 from kvlab.lab.timing import time_in_turns
+from kvlab.ops.cpu.page_tokens import decode_tokens
 from kvlab.ops.packed import packed_attention
-from kvlab.pages import (
-    QUAD,
-    TOKENS_PER_PAGE,
-    LayerPages,
-    PageLayout,
-    Width,
-    new_pool,
-    read_tokens,
-    width_number,
-)
+from kvlab.pages import QUAD, TOKENS_PER_PAGE, LayerPages, PageLayout, Width, new_pool, width_number
 from kvlab.reference.blocks import RMS
 from kvlab.reference.codec import hadamard
 from kvlab.reference.packed import element_channels
@@ -174,7 +166,7 @@ def decode(pages: LayerPages) -> tuple[NDArray[np.float32], NDArray[np.float32]]
         mine = pages.rung == r
         page = np.repeat(pages.index[mine].astype(np.int64), TOKENS_PER_PAGE)
         slot = np.tile(np.arange(TOKENS_PER_PAGE), mine.sum())
-        k, v = read_tokens(pool, layout, pages.dtype, page, slot)
+        k, v = decode_tokens(pool, layout, pages.dtype, page, slot)
         keys[mine] = (k @ channels if layout.in_blocks else hadamard(k)).reshape(-1, *shape[-2:])
         values[mine] = (hadamard(v) * value_signs(pages.head_dim)).reshape(-1, *shape[-2:])
     joined = (*pages.num_pages.shape, -1, pages.head_dim)

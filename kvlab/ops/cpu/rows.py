@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.ops.cpu.layer import HostLayer
+from kvlab.ops.cpu.page_tokens import decode_tokens, encode_tokens
 from kvlab.ops.frame import ASKING, LAST, add_queries, exponent_of, key_gain, key_mean, key_order, key_shift
 from kvlab.ops.layer_state import MOVED, OPEN_PAGES, UNIT, WAITING_ENTRIES, WAITING_PAGES
-from kvlab.pages import NO_PAGE, RAW, TOKENS_PER_PAGE, named_pages, read_tokens, write_tokens
+from kvlab.pages import NO_PAGE, TOKENS_PER_PAGE, named_pages
 
 __all__ = ["MergedTokens", "NewRow", "copy_pages_to", "freeze_row", "take_rows"]
 
@@ -72,7 +73,7 @@ class _Row:
         for number in range(min(int(tables["num_pages"][self.row, head]), WAITING_PAGES)):
             at, record = (self.row, head, number), self.page(head, number)
             slots = np.arange(int(tables["count"][at]))
-            vectors.append(np.stack(read_tokens(record, layout, dtype, np.zeros_like(slots), slots)))
+            vectors.append(np.stack(decode_tokens(record, layout, dtype, np.zeros_like(slots), slots)))
             start = (int(tables["base"][at]) & 0xFFFF) << 16
             positions.append(layout.positions_in(record)[0, slots].astype(np.int64) + start)
             codes.append(layout.importance_in(record)[0, slots])
@@ -82,13 +83,12 @@ class _Row:
     def keep(self, new: NewRow, seen: Ints, waiting: int) -> None:
         """Copy new tokens behind `waiting` others."""
         layout, dtype = self.layer.exact, self.layer.dtype
-        raw = np.full((2, 1), RAW, np.int16)
         for head in range(self.layer.shape[1]):
             for place, step in enumerate(seen, waiting):
                 page, slot = self.page(head, place // TOKENS_PER_PAGE), place % TOKENS_PER_PAGE
                 where = np.array([0]), np.array([slot])
                 k, v = (x[step, head].astype(np.float32)[None] for x in (new.k, new.v))
-                write_tokens(page, layout, dtype, *where, k, v, raw)
+                encode_tokens(page, layout, dtype, *where, k, v)
                 layout.positions_in(page)[0, slot] = (new.first + step) & 0xFFFF
                 layout.importance_in(page)[0, slot] = new.codes[head, step]
 
