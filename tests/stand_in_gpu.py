@@ -111,7 +111,7 @@ class StandInGpu:
     def forget(self) -> None:
         """Let go of all that was remembered of calls."""
         remembered = (
-            attention_call._call_of, attention_call.repeated_call, operation._row_into,
+            attention_call._call_of, attention_call.last_call, operation._row_into,
             attention._prepare_into, attention._prepare, attention._plan, attention_backward._prepare,
             attention_backward.plan_of, gathered._prepare, grouped_operation._checked,
             grouped_operation._row_into, grouped._listed, grouped_backward.listed_call, launch._driver_error,

@@ -263,7 +263,7 @@ class Model:
         out, lse = torch.empty_like(q), torch.empty(self.batch, heads, 1, device="cuda")
         workspace = packed_cuda.make_workspace(q, self.batch * self.heads, self.group, HEAD_DIM)
         collector = self.collector()
-        places = [collector.place(layer, 1) for layer in range(self.layers)]
+        places = [collector.memory_of(layer, 1) for layer in range(self.layers)]
 
         def run(keeps: bool, scores: bool) -> float:
             options = [

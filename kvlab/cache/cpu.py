@@ -239,7 +239,7 @@ class CpuExecutor:
         else:
             arena[...] = 0
 
-    def taken(self, x: Any, name: str, dtype: str, mask: Any = None) -> Any:
+    def as_input(self, x: Any, name: str, dtype: str, mask: Any = None) -> Any:
         """An argument as kernels take it: float32, of NumPy, contiguous in its last axis.
 
         New keys and values have the `dtype` of the cache, in which they must be finite.
@@ -255,19 +255,19 @@ class CpuExecutor:
         plain = found.ndim == 4 and strides[3] == 4 and min(strides) >= 0
         return found if plain else np.ascontiguousarray(found)
 
-    def taken_mask(self, valid: Any) -> Any:
+    def as_mask(self, valid: Any) -> Any:
         """What tokens are no padding, as kernels take it."""
         mask = to_numpy_view(valid, "valid")
         if mask.dtype != bool:
             raise TypeError(f"valid has dtype {mask.dtype}; it must be bool")
         return np.ascontiguousarray(mask)
 
-    def given(self, out: Any, q: Any) -> Any:
+    def as_output(self, out: Any, q: Any) -> Any:
         """A result for the caller whose queries were `q`."""
         return like_first(out.astype(numpy_dtype(dtype_name(q, "q")), copy=False), q)
 
     def check_layout(self, view: CudaView, name: str, dtype: str) -> None:
-        """`taken` has seen to that."""
+        """`as_input` has seen to that."""
 
     def check_device(self, wanted: str | None, device: int) -> None:
         """Any CPU will do."""

@@ -193,15 +193,15 @@ class GpuExecutor:
         """A copy of all arenas as a whole: the device copies them while the host goes on."""
         return self.copied(store.memory_of_arenas)
 
-    def taken(self, x: Any, name: str, dtype: str, mask: Any = None) -> Any:
+    def as_input(self, x: Any, name: str, dtype: str, mask: Any = None) -> Any:
         """An argument as kernels take it: as it is."""
         return x
 
-    def taken_mask(self, valid: Any) -> Any:
+    def as_mask(self, valid: Any) -> Any:
         """What tokens are no padding, as kernels take it."""
         return valid
 
-    def given(self, out: Any, q: Any) -> Any:
+    def as_output(self, out: Any, q: Any) -> Any:
         """A result for the caller whose queries were `q`."""
         return out
 

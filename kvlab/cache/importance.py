@@ -157,11 +157,11 @@ class Collector:
         return sum(int(x.nbytes) for kept in self._kept.values() for x in kept)
 
     @property
-    def pending(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether scores are kept that importance does not know of yet."""
         return len(self._pending) > 0
 
-    def place(self, layer: int, num_new: int) -> tuple[Any, Any]:
+    def memory_of(self, layer: int, num_new: int) -> tuple[Any, Any]:
         """Where a layer keeps scores, (batch, heads, quads, nbytes), and lse, (batch, heads_q, num_new)."""
         if num_new not in self._kept:
             group, store = self._group(num_new), self._store

@@ -113,7 +113,7 @@ class StepCalls:
                 self._workspaces[num_new] = self._new_workspace(num_new)
             scores, lse = None, None
             if collects:
-                scores, kept = self._collector.place(layer, num_new)
+                scores, kept = self._collector.memory_of(layer, num_new)
                 lse = Lse(kept, self._executor.view(kept, "lse").pointer)
             pages, workspace = self._store.pages(layer, waiting=mode != "none"), self._workspaces[num_new]
             attend = self._kernels.attend_call(
@@ -220,12 +220,12 @@ def keep_launches(
     cache: Any, layer: int, layout: Hashable, arrays: list[Any], scale: float, softcap: float
 ) -> None:
     """Let `launch_again` serve arrays that lie as these (B, S, H, D), given with the same `layout`."""
-    last = cache.repeated[layer]
+    last = cache.known_steps[layer]
     if last is not None and last.layout == layout:
         return
     num_new, views = arrays[0].shape[1], [cache.executor.view(x, "x") for x in arrays]
     calls = cache.calls.step(layer, arrays[0], num_new, scale, softcap, False)
-    cache.repeated[layer] = KnownStep(layout, num_new, views[0].shape, [view[1:] for view in views], calls)
+    cache.known_steps[layer] = KnownStep(layout, num_new, views[0].shape, [view[1:] for view in views], calls)
 
 
 def launch_again(cache: Any, layer: int, layout: Hashable, q: Any, k: Any, v: Any) -> Any:
@@ -233,7 +233,7 @@ def launch_again(cache: Any, layer: int, layout: Hashable, q: Any, k: Any, v: An
 
     Steps that lack room or that collect attention mass are none.
     """
-    last = cache.repeated[layer]
+    last = cache.known_steps[layer]
     if last is None or last.layout != layout or cache.has_pending:
         return None
     num_new = last.num_new

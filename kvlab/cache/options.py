@@ -384,7 +384,7 @@ class Limit:
         self._fixed_nbytes = layers[0].store.fixed_nbytes  # of a row without tokens, in any layer
         self._fp16_token, self._windows = 2 * 2 * options.num_heads_kv * options.head_dim, options.windows
         longest = max(options.max_seqlen or options.plan_length, 1)
-        self._shares = [min(longest, window or longest) for window in self._windows]
+        self._layer_tokens = [min(longest, window or longest) for window in self._windows]
         if not self._holds_rows(options.batch):
             needed = self._empty_nbytes(options.batch)
             raise BudgetError(
@@ -397,8 +397,8 @@ class Limit:
     def row_budgets(self, seqlen: int, batch: int) -> RowBudgets:
         """Bytes that one row may take in each layer at a length; None: no limit."""
         if self.budget.nbytes is not None:
-            of_row, whole = self.budget.nbytes // max(batch, 1), sum(self._shares)
-            return [of_row * share // whole for share in self._shares]
+            of_row, whole = self.budget.nbytes // max(batch, 1), sum(self._layer_tokens)
+            return [of_row * tokens // whole for tokens in self._layer_tokens]
         if self.budget.fraction is None:
             return None
         length, fraction = max(seqlen, self._plan_length), self.budget.fraction
@@ -410,12 +410,12 @@ class Limit:
 
     def smallest_nbytes(self, seqlen: int) -> int:
         """Bytes of a row, in all layers by their shares, with which so many tokens fit for certain."""
-        return self._whole([self._smallest(layer, seqlen) for layer in range(len(self._layers))])
+        return self._row_nbytes([self._smallest(layer, seqlen) for layer in range(len(self._layers))])
 
-    def _whole(self, needed: Sequence[int]) -> int:
+    def _row_nbytes(self, needed: Sequence[int]) -> int:
         """Bytes of which every layer's share is what it needs."""
-        whole = sum(self._shares)
-        return max(-(-n * whole // share) for n, share in zip(needed, self._shares, strict=True))
+        whole = sum(self._layer_tokens)
+        return max(-(-n * whole // tokens) for n, tokens in zip(needed, self._layer_tokens, strict=True))
 
     def _smallest(self, layer: int, seqlen: int) -> int:
         """Bytes with which a row does, however its tokens come, at the lowest widths."""
@@ -478,4 +478,4 @@ class Limit:
         return budgets is None or min(budgets) >= self._fixed_nbytes
 
     def _empty_nbytes(self, batch: int) -> int:
-        return self._whole([self._fixed_nbytes] * len(self._layers)) * max(batch, 1)
+        return self._row_nbytes([self._fixed_nbytes] * len(self._layers)) * max(batch, 1)

@@ -64,7 +64,7 @@ class Runner(CacheOptions):
             limit.check(self.max_seqlen, self.batch)
         self._layers, self._limit = layers, limit
         self._executor: Any = EXECUTORS["cuda" if self.on_gpu else "cpu"]
-        self._met = not self.on_gpu  # arrays of the device
+        self._has_memory = not self.on_gpu  # arrays of the device
         self._accepted: set[Any] = set()  # layouts of arguments that were found to be right
         self._fitting: tuple[int, int] = (0, 0)  # tokens of a row and rows that were found to fit
         self._device = self._make(EXECUTORS["cpu"], np.empty(0, np.uint8), 0)
@@ -128,8 +128,8 @@ class Runner(CacheOptions):
 
     def _step(self, layer: int, q: Any, k: Any, v: Any, scale: float, softcap: float, valid: Any) -> Any:
         given, executor = q, self._executor
-        valid = None if valid is None else executor.taken_mask(valid)
-        q, k, v = executor.taken(q, "q", ""), *self._taken(k, v, valid)
+        valid = None if valid is None else executor.as_mask(valid)
+        q, k, v = executor.as_input(q, "q", ""), *self._as_inputs(k, v, valid)
         device, views, mask = self._ready(layer, {"q": q, "k": k, "v": v}, valid)
         num_new = views[0].shape[1]
         if num_new == 0:
@@ -145,12 +145,12 @@ class Runner(CacheOptions):
         else:
             with translated_out_of_memory(f"a step of {num_new} tokens"):
                 out = prefill.step(device, layer, [q, k, v], views, valid, scale, softcap)
-        return executor.given(out, given)
+        return executor.as_output(out, given)
 
-    def _taken(self, k: Any, v: Any, valid: Any) -> list[Any]:
+    def _as_inputs(self, k: Any, v: Any, valid: Any) -> list[Any]:
         """New keys and values as the executor takes them."""
-        taken, dtype = self._executor.taken, self.dtype
-        return [taken(x, name, dtype, valid) for x, name in ((k, "k"), (v, "v"))]
+        as_input, dtype = self._executor.as_input, self.dtype
+        return [as_input(x, name, dtype, valid) for x, name in ((k, "k"), (v, "v"))]
 
     def append(self, layer: int, k: Array, v: Array, *, valid: Array | None = None) -> None:
         """Store keys and values without queries; importance, where it is attention, starts from the key norm.
@@ -169,8 +169,8 @@ class Runner(CacheOptions):
             As in `step`, which also says what waits for a GPU.
         """
         layer = self._layer(layer)
-        valid = None if valid is None else self._executor.taken_mask(valid)
-        k, v = self._taken(k, v, valid)
+        valid = None if valid is None else self._executor.as_mask(valid)
+        k, v = self._as_inputs(k, v, valid)
         device, views, mask = self._ready(layer, {"k": k, "v": v}, valid)
         num_new = views[0].shape[1]
         if device.is_decode(num_new) and device.make_room(layer, num_new):
@@ -199,14 +199,14 @@ class Runner(CacheOptions):
             Of the kind and dtype of `q`.
         """
         layer, (scale, softcap) = self._layer(layer), self._scores(scale, softcap)
-        given, q = q, self._executor.taken(q, "q", "")
+        given, q = q, self._executor.as_input(q, "q", "")
         device, (view,), _ = self._ready(layer, {"q": q}, None)
         if view.shape[1] == 0:
             out: Any = self._executor.empty(view.shape, view.dtype, q)
         else:
             with translated_out_of_memory(f"attention with {view.shape[1]} queries a row"):
                 out = device.attend(layer, q, scale, softcap)
-        found: ArrayT = self._executor.given(out, given)
+        found: ArrayT = self._executor.as_output(out, given)
         return found
 
     def decode(
@@ -281,7 +281,7 @@ class Runner(CacheOptions):
         """
         device, layout = self._device, None
         plain = valid is None and not (q.requires_grad or k.requires_grad or v.requires_grad)
-        if self._copies_nothing and self._met and plain:
+        if self._copies_nothing and self._has_memory and plain:
             layout = (
                 q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(),
                 q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, scale, softcap,
@@ -347,7 +347,7 @@ class Runner(CacheOptions):
         steps = whole_number(steps, "steps", 1, LONGEST)
         self._refuse_cpu("prepare")
         device = self._device
-        if not self._met:
+        if not self._has_memory:
             return ()
         if device.settings.function is not None:
             raise NotImplementedError(
@@ -383,7 +383,7 @@ class Runner(CacheOptions):
         """Inside this block steps are recorded by a CUDA graph: nothing runs, so nothing is counted."""
         self._refuse_cpu("recording")
         device = self._device
-        if not self._met:
+        if not self._has_memory:
             raise RuntimeError("a step must run once before a graph records it")
         counters = device.lengths, device.since, device.lookahead
         before, collected = [counter.copy() for counter in counters], dict(vars(device.collector))
@@ -400,7 +400,7 @@ class Runner(CacheOptions):
         """Count a step of all layers that a CUDA graph has replayed; `prepare` made room for it."""
         self._refuse_cpu("replayed")
         device = self._device
-        if not self._met or min(device.lookahead) < steps:
+        if not self._has_memory or min(device.lookahead) < steps:
             raise RuntimeError("prepare() was not called before a graph was replayed")
         for layer in range(len(device.lengths)):
             device.count(layer, steps, device.collects(layer, steps))
@@ -428,7 +428,7 @@ class Runner(CacheOptions):
         views = self._views(arrays)
         layout = self.batch, *[view[1:] for view in views]
         device = self._device
-        if layout not in self._accepted or not self._met:
+        if layout not in self._accepted or not self._has_memory:
             device = self._check(arrays, views)
             self._accepted.add(layout)
         num_new = views[0].shape[1]
@@ -464,8 +464,8 @@ class Runner(CacheOptions):
                 match_shapes({name: (view.shape, (self.batch, "S", heads, self.head_dim))})
                 raise ValueError(f"{name} has {view.shape[1]} tokens, but {next(iter(arrays))} has {num_new}")
             self._executor.check_layout(view, name, self.dtype)
-        if not self._met:
-            self._meet(views[0], next(iter(arrays.values())), num_new)
+        if not self._has_memory:
+            self._take_memory(views[0], next(iter(arrays.values())), num_new)
         device = self._device
         for name, view in zip(arrays, views, strict=True):
             if view.device != device.device:
@@ -489,7 +489,7 @@ class Runner(CacheOptions):
         if length > device.store.capacity:
             device.grow(self._capacity(length))
 
-    def _meet(self, view: CudaView, like: Any, num_new: int) -> None:
+    def _take_memory(self, view: CudaView, like: Any, num_new: int) -> None:
         """Take memory on the GPU of an array, and move there what the cache holds."""
         self._executor.check_device(self.device, view.device)
         # Of the caller's framework, and without the caller's memory.
@@ -498,7 +498,7 @@ class Runner(CacheOptions):
         if any(held.lengths):
             with translated_out_of_memory("moving a cache to its GPU"):
                 fill(device, *contents_of(held))
-        self._device, self._met = device, True
+        self._device, self._has_memory = device, True
 
     def _make(self, executor: Any, like: Any, length: int) -> DeviceCache:
         """Take memory for an empty cache, with room for rows of a length."""

@@ -117,7 +117,7 @@ class DeviceCache:
         decay = settings.ema_decay if settings.function is None else 0.0  # only what was received last counts
         self.collector = Collector(self.kernels, heads, settings.importance, decay)
         self.calls = StepCalls(self.kernels, heads, self.collector, self.waiting)
-        self.repeated: list[KnownStep | None] = [None] * len(self.layers)
+        self.known_steps: list[KnownStep | None] = [None] * len(self.layers)
 
     # ---- sizes ---------------------------------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ class DeviceCache:
     @property
     def has_pending(self) -> bool:
         """Whether scores are kept, or new tokens may not be in yet, so that pages must not change."""
-        return self.collector.pending or self.reallocator.has_pending
+        return self.collector.has_pending or self.reallocator.has_pending
 
     def flush(self, stream: int) -> None:
         """Bring importance up to date and see that new tokens are in, before anything changes pages."""
@@ -163,7 +163,7 @@ class DeviceCache:
         self.kernels.freeze_means(
             layer, new, addresses, before, stream, lookahead=lookahead, force=force, queries=queries
         )
-        self.repeated[layer] = None
+        self.known_steps[layer] = None
 
     # ---- what a step does ----------------------------------------------------------------------------------
 

@@ -128,7 +128,7 @@ class Decoding:
         torch = self._use_torch()
         if self._ahead is not None:
             with self._current():
-                self._settle()
+                self._drop_ahead()
         if self._logits is None:
             self._logits = on_torch(self._decode.arrays["logits"], "float32")[:, : self.geometry.vocabulary]
         asking = torch.cuda.current_stream(self._device)
@@ -161,7 +161,7 @@ class Decoding:
     def tokens(self, sampling: Sampling, most: int) -> Iterator[NDArray[np.int64]]:
         """Choose up to `most` tokens for each row, one after the other; all but the last are run."""
         with self._current():
-            self._settle()
+            self._drop_ahead()
             self._draws = sampling.temperature > 0
             if self._draws:
                 self._settings.set(settings_of(sampling), self._cupy.cuda.get_current_stream())
@@ -230,7 +230,7 @@ class Decoding:
         for i in range(most):
             with self._current():
                 if i == 0:
-                    self._settle()
+                    self._drop_ahead()
                     self._decode.set(positions=self.lengths - 1)
                     self._expect(0)
                     self._choose(self._stream.ptr)
@@ -247,8 +247,8 @@ class Decoding:
                 ids = self._chosen()
             yield ids
 
-    def _settle(self) -> None:
-        """Let the device have what `lengths` say, if it is ahead: run the last of those tokens again."""
+    def _drop_ahead(self) -> None:
+        """Drop the token that the device has ahead of `lengths`, if any: run the one before it again."""
         if self._ahead is not None:
             self._decode.set(ids=self._ahead, positions=self.lengths - 1)
             self._ahead = None
@@ -270,7 +270,7 @@ class Decoding:
 
     def _fetched(self, name: str) -> NDArray[np.float32]:
         with self._current():
-            self._settle()
+            self._drop_ahead()
             found: NDArray[np.float32] = self._cupy.asnumpy(self._decode.arrays[name])
         return found
 

@@ -28,8 +28,8 @@ from kvlab.ops.attention_call import (
     Options,
     call_of,
     checked_options,
+    last_call,
     longest_of,
-    repeated_call,
 )
 
 __all__ = ["attention", "attention_varlen", "with_contiguous_rows"]
@@ -167,7 +167,7 @@ class _Calls:
         self.forward = forward.signature_of(longest), options, longest, 0
         self.backward = attention_backward.signature_of(longest), options, longest, int(deterministic)
         self.find, self.find_backward = (
-            repeated_call(*x, None, False).find for x in (self.forward, self.backward)
+            last_call(*x, None, False).find for x in (self.forward, self.backward)
         )
 
 

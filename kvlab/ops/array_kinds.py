@@ -31,7 +31,7 @@ from kvlab.arrays import (
 __all__ = [
     "ALIGNMENT",
     "Kind",
-    "Repeated",
+    "LastCall",
     "allocator",
     "device_of_kind",
     "dtype_of_kind",
@@ -81,8 +81,8 @@ def kinds_of(arrays: Sequence[Any], names: Sequence[str]) -> tuple[tuple[Kind, .
 CallT = TypeVar("CallT")
 
 
-class Repeated(Generic[CallT]):
-    """A call that comes again with tensors as they were, noticed without a look at each from Python.
+class LastCall(Generic[CallT]):
+    """The last call: whether it comes again with tensors as they were, without a look at each from Python.
 
     torch compares types, dtypes, devices, shapes, strides and all that its dispatcher knows of tensors in a
     tenth of the time that `kinds_of` takes. What it compares with are the tensors of the call last kept, once

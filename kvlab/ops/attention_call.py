@@ -19,7 +19,7 @@ from kvlab.arrays import Array, CudaView, Device, numpy_dtype, one_device
 from kvlab.device import enough_memory
 from kvlab.ops.array_kinds import (
     Kind,
-    Repeated,
+    LastCall,
     device_of_kind,
     dtype_of_kind,
     kinds_of,
@@ -45,8 +45,8 @@ __all__ = [
     "Signature",
     "call_of",
     "checked_options",
+    "last_call",
     "longest_of",
-    "repeated_call",
     "scores_of",
 ]
 
@@ -207,26 +207,26 @@ def call_of(
     records = (
         torch is not None and torch.is_grad_enabled()
     )  # `kinds_of` refuses tensors that it cannot record
-    repeated = repeated_call(signature, options, longest, extra, backend, records)
-    found = repeated.find(arrays)
+    last = last_call(signature, options, longest, extra, backend, records)
+    found = last.find(arrays)
     if found is None:
         kinds, addresses = kinds_of(arrays, signature.names)
         found = _call_of(signature, kinds, backend, options, longest, extra), addresses
-        repeated.keep(found[0], arrays, addresses)
+        last.keep(found[0], arrays, addresses)
     return found
 
 
 @lru_cache(maxsize=4096)
-def repeated_call(
+def last_call(
     signature: Signature,
     options: Options,
     longest: tuple[int, int] | None,
     extra: int,
     backend: str | None,
     records: bool,
-) -> Repeated[Call]:
+) -> LastCall[Call]:
     """Return what knows the last call with these arguments, made where torch `records` gradients or not."""
-    return Repeated()
+    return LastCall()
 
 
 @lru_cache(maxsize=4096)

@@ -133,7 +133,7 @@ class HostLayer:
         )  # fmt: skip
 
     @cached_property
-    def whole(self) -> Any:
+    def with_waiting(self) -> Any:
         """`planned` with the pages of tokens that wait behind those of the ladder."""
         exact = [[x.nbytes // UNIT, 1, x.positions] for x in self.all_layouts[len(self.layouts) :]]
         rungs = np.concatenate([self.planned.rungs, np.array(exact, np.int64).reshape(-1, 3)])

@@ -86,7 +86,7 @@ def freeze_means(
 def crop_rows(layers: Sequence[HostLayer], end: int) -> None:
     """Give all rows another length, and take waiting tokens beyond it out of their pages."""
     for layer in layers:
-        tables, tail = layer.whole, layer.exact.positions
+        tables, tail = layer.with_waiting, layer.exact.positions
         layer.tables["seqlen"][...] = end
         waiting = (tables.num_pages > 0) & np.repeat(layer.waits, layer.shape[1])
         for bh in np.flatnonzero(waiting):
@@ -184,7 +184,7 @@ class AppendCall:
         if q is not None and layer.in_blocks:
             fit_frames(layer, q, new.k, valid & (rows & ~waits)[:, None])
         frames = layer.frames
-        for tables, mine in ((layer.planned, ~waits & rows), (layer.whole, waits & rows)):
+        for tables, mine in ((layer.planned, ~waits & rows), (layer.with_waiting, waits & rows)):
             if mine.any() and not append_tokens(tables, formats, frames, new, valid & mine[:, None]):
                 layer.tables["status"] |= 1
         lengths[rows] += num_new

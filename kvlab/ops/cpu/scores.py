@@ -33,8 +33,8 @@ def score_stored(
         rows = kept.view(np.float32).reshape(*kept.shape[:3], -1, QUAD * TOKENS_PER_PAGE)
         received = np.nan_to_num(mass(rows, total, stored, total.shape[1] // layer.shape[1]))
         follow_mass(
-            layer.whole, received.reshape(-1, *received.shape[2:]), layer.seqlen - counted, np.float32(take),
-            span, importance == "forecast", *scale_of_importance(),
+            layer.with_waiting, received.reshape(-1, *received.shape[2:]), layer.seqlen - counted,
+            np.float32(take), span, importance == "forecast", *scale_of_importance(),
         )  # fmt: skip
 
 

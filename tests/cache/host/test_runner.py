@@ -441,7 +441,7 @@ def test_rows_lengths_and_files(kernels: Kernels, tmp_path: Any) -> None:
 def test_bad_arguments(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch, change: Any, error: Any, text: str
 ) -> None:
-    for name in ("taken", "check_layout"):
+    for name in ("as_input", "check_layout"):
         monkeypatch.setattr(kernels, name, getattr(GPU, name))
     cache = make()
     with pytest.raises(error, match=text):
