@@ -7,23 +7,25 @@ same way. `extract_local` takes a rank's tokens out of a whole sequence, `positi
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import pairwise
-from operator import index
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvlab.arguments import (
-    LONGEST,
-    choice,
-    flag,
-    number,
-    refuse_unsupported,
-    sides_of_window,
-    whole_number,
+from kvlab.arguments import LONGEST, flag, refuse_unsupported, whole_number
+from kvlab.parallel.arguments import (
+    NO_WINDOW,
+    Window,
+    bounds_of,
+    check_longest,
+    check_pieces,
+    check_slice,
+    check_tokens,
+    check_total,
+    implementation_of,
+    lengths_of,
+    numbers_of,
+    options_of,
 )
-from kvlab.ops.grouped import IMPLEMENTATIONS
 from kvlab.parallel.collectives import (
     check_tensors,
     device_of,
@@ -36,7 +38,7 @@ from kvlab.parallel.gathered import GatheredAttention
 from kvlab.parallel.layout import Part, Plan, Shard, llama3_plan, zigzag_llama3_plan
 from kvlab.parallel.parts import Options
 from kvlab.parallel.ring import RingAttention
-from kvlab.shapes import check_heads, match_shapes
+from kvlab.shapes import match_shapes
 
 __all__ = [
     "extract_local",
@@ -51,8 +53,6 @@ __all__ = [
     "zigzag_ring_flash_attn_varlen_func",
 ]
 
-Window = tuple[int, int]
-NO_WINDOW: Window = (-1, -1)
 _OF_Q, _OF_K = ("B", "Sq", "Hq", "D"), ("B", "Sq", "Hk", "D")  # a rank has as many keys as queries
 
 
@@ -84,8 +84,8 @@ def extract_local(x: Any, cu_seqlens: Any, *, group: Any = None, zigzag: bool = 
         If a sequence is no multiple of the number of chunks, or x has another number of tokens.
     """
     check_tensors(x=x)
-    shard = _shard(_lengths(cu_seqlens, "cu_seqlens"), group, zigzag)
-    _check_total(x, "x", sum(shard.lengths))
+    shard = _shard(lengths_of(cu_seqlens, "cu_seqlens"), group, zigzag)
+    check_total(x, "x", sum(shard.lengths))
     return x.index_select(0, on_device(shard.rows, x.device))
 
 
@@ -110,9 +110,9 @@ def scatter_local(whole: Any, local: Any, cu_seqlens: Any, *, group: Any = None,
         If a sequence is no multiple of the number of chunks, or `local` has another number of tokens.
     """
     check_tensors(whole=whole, local=local)
-    shard = _shard(_lengths(cu_seqlens, "cu_seqlens"), group, zigzag)
-    _check_total(whole, "whole", sum(shard.lengths))
-    _check_total(local, "local", len(shard.rows))
+    shard = _shard(lengths_of(cu_seqlens, "cu_seqlens"), group, zigzag)
+    check_total(whole, "whole", sum(shard.lengths))
+    check_total(local, "local", len(shard.rows))
     return whole.index_copy_(0, on_device(shard.rows, whole.device), local)
 
 
@@ -136,7 +136,7 @@ def position_ids(cu_seqlens: Any, like: Any, *, group: Any = None, zigzag: bool 
         If a sequence is no multiple of the number of chunks.
     """
     check_tensors(like=like)
-    shard = _shard(_lengths(cu_seqlens, "cu_seqlens"), group, zigzag)
+    shard = _shard(lengths_of(cu_seqlens, "cu_seqlens"), group, zigzag)
     return on_device(shard.position_ids, like.device)
 
 
@@ -165,7 +165,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
     """
     size = whole_number(world_size, "world_size", 1, LONGEST)
     own = whole_number(rank, "rank", 0, size - 1)
-    (part,) = llama3_plan(_lengths(cu_seqlens, "cu_seqlens"), own, size, flag(causal, "causal")).gathered
+    (part,) = llama3_plan(lengths_of(cu_seqlens, "cu_seqlens"), own, size, flag(causal, "causal")).gathered
     longest = [int((bounds[1:] - bounds[:-1]).max(initial=0)) for bounds in (part.cu_q, part.cu_k)]
     bounds = [on_device(b, device_of(cu_seqlens)) for b in (part.cu_q, part.cu_k)]
     return bounds[0], bounds[1], longest[0], longest[1], part.k_rows  # type: ignore[return-value]
@@ -223,14 +223,14 @@ def llama3_flash_attn_varlen_func(
         If another rank does not answer.
     """
     refuse_unsupported(dropout_p, alibi_slopes)
-    bounds = (_bounds(cu_seqlens_q, "cu_seqlens_q"), _bounds(cu_seqlens_k, "cu_seqlens_k"))
+    bounds = (bounds_of(cu_seqlens_q, "cu_seqlens_q"), bounds_of(cu_seqlens_k, "cu_seqlens_k"))
     check_tensors(q=q, k=k, v=v)
-    _check_pieces(q, *bounds, max_seqlen_q, max_seqlen_k)
+    check_pieces(q, *bounds, max_seqlen_q, max_seqlen_k)
     part = Part(slice(None), local_k_slice, *bounds, flag(causal, "causal"))
     rank, size = rank_and_size(group)
-    _check_slice(local_k_slice, len(q) * size, int(bounds[1][-1]))
+    check_slice(local_k_slice, len(q) * size, int(bounds[1][-1]))
     plan = Plan(np.full((size, size), len(q)), (), (part,))
-    options = _options(softmax_scale, window_size, deterministic)
+    options = options_of(softmax_scale, window_size, deterministic)
     stride = whole_number(heads_k_stride, "heads_k_stride", 1, LONGEST)
     call = GatheredAttention(plan, group_of(group), rank, stride, options)
     return _attend(call, q, k, v, return_attn_probs)
@@ -301,9 +301,9 @@ def zigzag_llama3_flash_attn_varlen_func(
     """
     refuse_unsupported(dropout_p, alibi_slopes)
     check_tensors(q=q, k=k, v=v)
-    options = _options(softmax_scale, window_size, deterministic)
+    options = options_of(softmax_scale, window_size, deterministic)
     options = options._replace(
-        implementation=_implementation(implementation, use_triton_grouped, use_grouped_attention)
+        implementation=implementation_of(implementation, use_triton_grouped, use_grouped_attention)
     )
     word = options.implementation
     if word not in (None, "separate") and (options.window != NO_WINDOW or not causal):
@@ -313,7 +313,7 @@ def zigzag_llama3_flash_attn_varlen_func(
     if local_k_slice is not None and not isinstance(local_k_slice, slice):
         raise TypeError(f"local_k_slice={local_k_slice!r}: zigzag chunks need all keys; pass None")
     call = _zigzag_llama3_call(
-        _numbers(cu_seqlens_q, "cu_seqlens_q"), _numbers(cu_seqlens_k, "cu_seqlens_k"),
+        numbers_of(cu_seqlens_q, "cu_seqlens_q"), numbers_of(cu_seqlens_k, "cu_seqlens_k"),
         whole_number(max_seqlen_q, "max_seqlen_q", 0, LONGEST),
         whole_number(max_seqlen_k, "max_seqlen_k", 0, LONGEST),
         local_k_slice and (local_k_slice.start, local_k_slice.stop, local_k_slice.step),
@@ -337,17 +337,17 @@ def _zigzag_llama3_call(
     ranks: tuple[int, int],
 ) -> GatheredAttention:
     """Check and plan what does not depend on tensors; a model calls with the same again and again."""
-    shard = Shard(_lengths(cu_seqlens_k, "cu_seqlens_k"), *ranks)
+    shard = Shard(lengths_of(cu_seqlens_k, "cu_seqlens_k"), *ranks)
     mine, total = shard.cu_seqlens, sum(shard.lengths)
-    given = _bounds(cu_seqlens_q, "cu_seqlens_q")
+    given = bounds_of(cu_seqlens_q, "cu_seqlens_q")
     if given.tolist() != mine.tolist():
         raise ValueError(
             f"cu_seqlens_q={given.tolist()}: on {shard.world_size} ranks cu_seqlens_k means {mine.tolist()}"
         )
     if local_k_slice is not None and slice(*local_k_slice).indices(total) != (0, total, 1):
         raise ValueError(f"local_k_slice={slice(*local_k_slice)}: zigzag chunks need all keys; pass None")
-    _check_longest(tuple(np.diff(mine).tolist()), max_seqlen_q, "max_seqlen_q")
-    _check_longest(shard.lengths, max_seqlen_k, "max_seqlen_k")
+    check_longest(tuple(np.diff(mine).tolist()), max_seqlen_q, "max_seqlen_q")
+    check_longest(shard.lengths, max_seqlen_k, "max_seqlen_k")
     plan = zigzag_llama3_plan(shard, causal, options.window)
     return GatheredAttention(plan, group, ranks[0], stride, options)
 
@@ -390,7 +390,7 @@ def ring_flash_attn_func(
         As `llama3_flash_attn_varlen_func`; also for a window.
     """
     refuse_unsupported(dropout_p, alibi_slopes)
-    options = _options(softmax_scale, window_size, deterministic)
+    options = options_of(softmax_scale, window_size, deterministic)
     return _ring_of_batch(q, k, v, causal, options, return_attn_probs, group, zigzag=False)
 
 
@@ -426,7 +426,7 @@ def zigzag_ring_flash_attn_func(
         As `ring_flash_attn_func`.
     """
     refuse_unsupported(dropout_p, alibi_slopes)
-    options = _options(softmax_scale, window_size, deterministic)
+    options = options_of(softmax_scale, window_size, deterministic)
     return _ring_of_batch(q, k, v, causal, options, return_attn_probs, group, zigzag=True)
 
 
@@ -468,7 +468,7 @@ def ring_flash_attn_varlen_func(
         As `ring_flash_attn_func`.
     """
     refuse_unsupported(dropout_p, alibi_slopes)
-    options = _options(softmax_scale, window_size, deterministic)
+    options = options_of(softmax_scale, window_size, deterministic)
     return _ring_of_lengths(
         q, k, v, cu_seqlens, max_seqlen, causal, options, return_attn_probs, group, zigzag=False
     )
@@ -510,7 +510,7 @@ def zigzag_ring_flash_attn_varlen_func(
         As `ring_flash_attn_func`.
     """
     refuse_unsupported(dropout_p, alibi_slopes)
-    options = _options(softmax_scale, window_size, deterministic)
+    options = options_of(softmax_scale, window_size, deterministic)
     return _ring_of_lengths(
         q, k, v, cu_seqlens, max_seqlen, causal, options, return_attn_probs, group, zigzag=True
     )
@@ -521,8 +521,8 @@ def _ring_of_lengths(
     return_lse: bool, group: Any, *, zigzag: bool,
 ) -> Any:  # fmt: skip
     check_tensors(q=q, k=k, v=v)
-    lengths = _lengths(cu_seqlens, "cu_seqlens")
-    _check_longest(lengths, max_seqlen, "max_seqlen")
+    lengths = lengths_of(cu_seqlens, "cu_seqlens")
+    check_longest(lengths, max_seqlen, "max_seqlen")
     return _ring(q, k, v, lengths, causal, options, return_lse, group, zigzag=zigzag)
 
 
@@ -558,16 +558,16 @@ def _ring(
         )
     rank, world_size = rank_and_size(group)
     shard = Shard(tuple(n * world_size for n in local_lengths), rank, world_size, zigzag)
-    _check_tokens(q.shape, k.shape, v.shape, int(shard.cu_seqlens[-1]))
+    check_tokens(q.shape, k.shape, v.shape, int(shard.cu_seqlens[-1]))
     call = RingAttention(shard, group_of(group), flag(causal, "causal"), options)
     return _answer(with_gradients(call, q, k, v), return_lse)
 
 
-# ---- arguments
+# ---- results
 
 
 def _attend(call: GatheredAttention, q: Any, k: Any, v: Any, return_lse: bool) -> Any:
-    _check_tokens(q.shape, k.shape, v.shape, call.tokens)
+    check_tokens(q.shape, k.shape, v.shape, call.tokens)
     whole_number(call.stride, "heads_k_stride", 1, max(1, k.shape[1]))
     return _answer(with_gradients(call, q, k, v), return_lse)
 
@@ -576,98 +576,5 @@ def _answer(result: tuple[Any, Any], return_lse: bool) -> Any:
     return (*result, None) if flag(return_lse, "return_attn_probs") else result[0]
 
 
-def _options(scale: float | None, window: Window, deterministic: bool) -> Options:
-    scale = None if scale is None else number(scale, "softmax_scale")
-    return Options(scale, sides_of_window(window, "window_size"), flag(deterministic, "deterministic"))
-
-
-def _implementation(implementation: str | None, triton_grouped: bool, grouped_attention: bool) -> str | None:
-    """What a caller asks for, by whichever word."""
-    words: set[str] = set()
-    if implementation is not None:
-        words.add(choice(implementation, "implementation", IMPLEMENTATIONS))
-    if flag(triton_grouped, "use_triton_grouped"):
-        words.add("paired")
-    if flag(grouped_attention, "use_grouped_attention"):
-        words.add("separate")
-    if len(words) > 1:
-        raise ValueError(
-            f"implementation={implementation!r}, use_triton_grouped={triton_grouped}, "
-            f"use_grouped_attention={grouped_attention} ask for {' and '.join(sorted(words))}: choose one"
-        )
-    return next(iter(words), None)
-
-
-def _check_pieces(
-    q: Any, cu_q: NDArray[np.int32], cu_k: NDArray[np.int32], longest_q: int, longest_k: int
-) -> None:
-    """Check the pieces of sequences that a rank of a stream holds, and the keys that they see."""
-    if len(cu_q) != len(cu_k):
-        raise ValueError(f"cu_seqlens_q has {len(cu_q) - 1} sequences and cu_seqlens_k {len(cu_k) - 1}")
-    _check_total(q, "q", int(cu_q[-1]))
-    for side, bounds, longest in (("q", cu_q, longest_q), ("k", cu_k, longest_k)):
-        _check_longest(tuple(np.diff(bounds).tolist()), longest, f"max_seqlen_{side}")
-
-
-def _check_slice(keys: slice, total: int, count: int) -> None:
-    """Check that a slice of all keys has as many as their lengths say."""
-    if not isinstance(keys, slice):
-        raise TypeError(
-            f"local_k_slice={keys!r}: it must be the slice of llama3_flash_attn_prepare_cu_seqlens"
-        )
-    found = len(range(total)[keys])
-    if keys.step not in (None, 1) or found != count:
-        raise ValueError(f"local_k_slice={keys}: it has {found} of {total} keys; cu_seqlens_k has {count}")
-
-
-@lru_cache(maxsize=256)
-def _check_tokens(q: Any, k: Any, v: Any, total: int | None) -> None:
-    """Check the shapes of a rank's tensors."""
-    keys = ("total_q", "Hk", "D")  # a rank has as many keys as queries
-    sizes = match_shapes({"q": (q, ("total_q", "Hq", "D")), "k": (k, keys), "v": (v, keys)})
-    check_heads(sizes, "q")
-    if total is not None:
-        _check_length(q[0], "q", total)
-
-
-def _check_total(x: Any, name: str, total: int) -> None:
-    _check_length(len(x), name, total)
-
-
-def _check_length(tokens: int, name: str, total: int) -> None:
-    if tokens != total:
-        raise ValueError(f"{name} has {tokens} tokens; the lengths add up to {total}")
-
-
 def _shard(lengths: tuple[int, ...], group: Any, zigzag: bool) -> Shard:
     return Shard(lengths, *rank_and_size(group), zigzag=flag(zigzag, "zigzag"))
-
-
-def _numbers(cu_seqlens: Any, name: str) -> tuple[int, ...]:
-    """Prefix sums on the host, not checked yet."""
-    numbers = cu_seqlens.tolist() if hasattr(cu_seqlens, "tolist") else cu_seqlens
-    try:
-        return tuple(map(index, numbers))
-    except TypeError:
-        raise TypeError(f"{name}={numbers!r}: it must be one row of numbers that rise from 0") from None
-
-
-def _bounds(cu_seqlens: Any, name: str) -> NDArray[np.int32]:
-    """Prefix sums on the host."""
-    numbers = _numbers(cu_seqlens, name)
-    if not numbers or numbers[0] or any(a > b for a, b in pairwise(numbers)):
-        raise ValueError(f"{name}={list(numbers)}: it must be one row of numbers that rise from 0")
-    if numbers[-1] > LONGEST:
-        raise ValueError(f"{name} rises to {numbers[-1]}: at most {LONGEST} tokens are supported")
-    return np.array(numbers, np.int32)
-
-
-def _lengths(cu_seqlens: Any, name: str) -> tuple[int, ...]:
-    return tuple(np.diff(_bounds(cu_seqlens, name)).tolist())
-
-
-def _check_longest(lengths: tuple[int, ...], max_seqlen: int, name: str) -> None:
-    if whole_number(max_seqlen, name, 0, LONGEST) < max(lengths, default=0):
-        raise ValueError(
-            f"{name}={max_seqlen}: the longest sequence has {max(lengths)} tokens; pass at least that"
-        )

@@ -44,7 +44,7 @@ from kvlab.ops.attention_backward import attention_varlen_backward
 from kvlab.ops.cuda.gathered import Arrival
 from kvlab.parallel.collectives import Pending, largest, on_device, process_group, random_inputs
 from kvlab.parallel.copy_engines import mailbox
-from kvlab.parallel.functions import NO_WINDOW
+from kvlab.parallel.arguments import NO_WINDOW
 from kvlab.parallel.gathered import GatheredAttention
 from kvlab.parallel.layout import Shard, zigzag_llama3_plan
 from kvlab.parallel.parts import Options
