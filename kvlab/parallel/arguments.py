@@ -40,7 +40,9 @@ def options_of(scale: float | None, window: Window, deterministic: bool) -> Opti
     return Options(scale, sides_of_window(window, "window_size"), flag(deterministic, "deterministic"))
 
 
-def implementation_of(implementation: str | None, triton_grouped: bool, grouped_attention: bool) -> str | None:
+def implementation_of(
+    implementation: str | None, triton_grouped: bool, grouped_attention: bool
+) -> str | None:
     """What a caller asks for, by whichever word."""
     words: set[str] = set()
     if implementation is not None:
