@@ -147,7 +147,7 @@ def _laid_out(
     ]
     if mine:
         raise FormatError(f"unknown entries {sorted(mine)[:3]}")
-    _check(store, number, (row, head, entry), rung, count, base, opened, has_mean, length)
+    _check(store, number, (row, head, entry), rung, count, opened, has_mean)
     row, head, entry, rung_of, base_of, used = (x[named] for x in (row, head, entry, rung, base, count))
     _check_positions(layouts, pools, rung_of, used, base_of, length)
     try:
@@ -168,9 +168,14 @@ def _laid_out(
 
 
 def _check(
-    store: DeviceStore, number: int, at: tuple[Any, Any, Any], rung: Any, count: Any, base: Any, opened: Any,
-    has_mean: Any, length: int,
-) -> None:  # fmt: skip
+    store: DeviceStore,
+    number: int,
+    at: tuple[Any, Any, Any],
+    rung: Any,
+    count: Any,
+    opened: Any,
+    has_mean: Any,
+) -> None:
     """Refuse what no cache says of its page tables; arrays have their entries, one table after the other."""
     row, head, entry = at
     ladder = len(store.stores[number].layouts)

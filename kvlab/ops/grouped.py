@@ -66,8 +66,8 @@ register(
         CPU | {"dtype": (*_FLOATS, "float64")},
     ),
     Implementation(_FORWARD, "cuda", "kvlab.ops.cuda.grouped:attend", HOPPER),
-    Implementation(_FORWARD, "cuda", "kvlab.ops.cuda.grouped:attend_separately", GPU | ON_CUDA),
-    Implementation(_FORWARD, "numba", "kvlab.ops.numba.grouped:attend_separately", GPU | ON_NUMBA),
+    Implementation(_FORWARD, "cuda", "kvlab.ops.cuda.grouped_separate:attend", GPU | ON_CUDA),
+    Implementation(_FORWARD, "numba", "kvlab.ops.cuda.grouped_separate:attend", GPU | ON_NUMBA),
     Implementation("grouped_attention_into", "cuda", "kvlab.ops.cuda.grouped:attend_into", HOPPER),
 )  # fmt: skip
 

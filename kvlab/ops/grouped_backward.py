@@ -31,7 +31,7 @@ register(
     ),
     Implementation(BACKWARD, "cuda", "kvlab.ops.cuda.grouped_backward:attend_backward", _HOPPER),
     Implementation(BACKWARD, "cuda", "kvlab.ops.cuda.grouped_separate:attend_backward", GPU | ON_CUDA),
-    Implementation(BACKWARD, "numba", "kvlab.ops.numba.grouped:attend_backward", GPU | ON_NUMBA),
+    Implementation(BACKWARD, "numba", "kvlab.ops.cuda.grouped_separate:attend_backward", GPU | ON_NUMBA),
 )  # fmt: skip
 
 

@@ -34,7 +34,8 @@ from kvlab.ops.attention_arguments import (
 )
 from kvlab.ops.attention_call import MAX_GROUPS
 from kvlab.ops.cuda.attention_sm90 import RESULTS, SHAPES, out_strides, shared_bytes
-from kvlab.ops.cuda.grouped_separate import attend_with, check_lengths, check_separate
+from kvlab.ops.cuda.grouped_separate import attend as attend_separately
+from kvlab.ops.cuda.grouped_separate import check_lengths, check_separate
 from kvlab.ops.cuda.tile_list import (
     DIVISOR,
     HEAD_BYTES,
@@ -50,7 +51,7 @@ from kvlab.ops.device_arrays import multiprocessors
 if TYPE_CHECKING:
     from kvlab.ops.grouped import GroupedArrays, GroupedCall
 
-__all__ = ["ENTRY_BYTES", "ListedCall", "attend", "attend_separately"]
+__all__ = ["ENTRY_BYTES", "ListedCall", "attend"]
 
 ENTRY_BYTES = 64
 SPLIT_DIM = 128
@@ -114,13 +115,6 @@ def attend_into(call: GroupedCall, addresses: Sequence[int]) -> bool:
     if listed is not None:
         listed(addresses)
     return listed is not None
-
-
-def attend_separately(
-    call: GroupedCall, arrays: GroupedArrays, addresses: Sequence[int]
-) -> tuple[list[Any], list[Any]]:
-    """Launcher of backend "cuda" for separate calls."""
-    return attend_with("cuda", call, arrays, addresses)
 
 
 @lru_cache(maxsize=1024)

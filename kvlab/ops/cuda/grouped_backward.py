@@ -52,10 +52,7 @@ if TYPE_CHECKING:
     from kvlab.ops.grouped import GroupedArrays, GroupedCall
     from kvlab.ops.grouped_backward import Results
 
-__all__ = ["FEW_GROUPS", "MAX_CHANNELS", "ListedCall", "attend_backward", "listed_call"]
-
-MAX_CHANNELS = 128
-"""Head dimension of the largest kernel."""
+__all__ = ["FEW_GROUPS", "ListedCall", "attend_backward", "listed_call"]
 
 _GROUP = Struct(
     dout=TENSOR, out=TENSOR, lse=ADDRESS, lse_head="q", cu_q=ADDRESS, first_row="q", workspace_row="q"

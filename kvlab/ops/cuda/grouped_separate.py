@@ -1,4 +1,4 @@
-"""Attention of groups of queries on a GPU, and gradients, by a call for each group, of any backend.
+"""Attention of groups of queries on a GPU, and gradients: a call of the same backend for each group.
 
 A prefix is a sequence, and behind it lies a gap, a sequence of keys without queries. One launch cuts the
 sequences of all groups so (kernels/cuda/attention/prefixes.cu); then each group is an ordinary call.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvlab.ops.grouped import GroupedArrays, GroupedCall
     from kvlab.ops.grouped_backward import Results
 
-__all__ = ["attend_backward", "attend_backward_with", "attend_with", "check_lengths", "check_separate"]
+__all__ = ["attend", "attend_backward", "check_lengths", "check_separate"]
 
 _THREADS, _SUM_THREADS = 128, 256
 _EACH = range(MAX_GROUPS)
@@ -40,15 +40,14 @@ _CALL = Struct(
 _SUM = Struct(**{f"part{g}": ADDRESS for g in _EACH}, sum=ADDRESS, count="q", groups="i", unused="i")
 
 
-def attend_with(
-    backend: str, call: GroupedCall, arrays: GroupedArrays, addresses: Sequence[int]
-) -> tuple[list[Any], list[Any]]:
-    """Return outs and lses of separate calls of a backend."""
+def attend(call: GroupedCall, arrays: GroupedArrays, addresses: Sequence[int]) -> tuple[list[Any], list[Any]]:
+    """Launcher of backends "cuda" and "numba": outs and lses, lists with one array a group."""
     outs, lses = [], []
     for q, (cu_q, cu_k) in zip(arrays.q_groups, _separate_sequences(call, addresses), strict=True):
         found: Any = attention_varlen(
             q, arrays.k, arrays.v, cu_q, cu_k, *call.longest, causal=call.scores.right == 0,
-            scale=call.scores.scale, return_lse=call.return_lse, sm_margin=call.sm_margin, backend=backend,
+            scale=call.scores.scale, return_lse=call.return_lse, sm_margin=call.sm_margin,
+            backend=call.row.backend,
         )  # fmt: skip
         outs.append(found[0] if call.return_lse else found)
         if call.return_lse:
@@ -98,25 +97,12 @@ def attend_backward(
     deterministic: bool,
     float32_dk_dv: bool,
 ) -> tuple[list[Any], Any, Any]:
-    """Launcher of backend "cuda": dq of each group, dk and dv."""
-    return attend_backward_with("cuda", call, arrays, addresses, results, deterministic, float32_dk_dv)
-
-
-def attend_backward_with(
-    backend: str,
-    call: GroupedCall,
-    arrays: GroupedArrays,
-    addresses: Sequence[int],
-    results: Results,
-    deterministic: bool,
-    float32_dk_dv: bool,
-) -> tuple[list[Any], Any, Any]:
-    """Return gradients by separate calls of a backend."""
+    """Launcher of backends "cuda" and "numba": dq of each group, dk and dv."""
     found = [
         attention_varlen_backward(
             dout, q, arrays.k, arrays.v, out, lse, cu_q, cu_k, *call.longest,
             causal=call.scores.right == 0, scale=call.scores.scale, deterministic=deterministic,
-            sm_margin=call.sm_margin, backend=backend,
+            sm_margin=call.sm_margin, backend=call.row.backend,
         )
         for q, dout, out, lse, (cu_q, cu_k) in zip(
             arrays.q_groups, *results[:3], _separate_sequences(call, addresses), strict=True
