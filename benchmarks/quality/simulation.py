@@ -21,11 +21,14 @@ A format (an entry of the list FORMATS.json; what is left out is that of the cac
 - `grid` of blocks: `ratios` of so many to an octave (0: any), `equal` weights of blocks; the best
   of `search` steps is taken. Results of 2026-11-27 call `ratios` 1 and 4 "power" and "quarter"
 - `kweight`: how much more an error of keys counts; `power` of importance, relative to the mean
+- `seen`: attention that a new token of a part receives is the mean of the rows that see it, of at least so
+  many, not of all 64 (0); or `of`: of the last rows of the part, one in so many (1)
 - `newest`: what recent tokens count as receiving at least, instead of outweighing all
 - `gain`: eighths of an octave by which keys of 2 and 3 bits are longer than their codes say
 - to see what costs: `ideal`: codes come from exact values, not from wider codes; `oracle`: importance is that
   at the end of the prompt; `states`: parts leave keys and values of full precision; `exact`: so many first
   tokens are exact, `exact_side`: "k", "v" or "kv" of them; `first`: what sinks count as receiving at least
+- `slots`: so many first tokens lie in slots of 8 bits beside the pages, of 2 bytes beside their codes
 - `steady`: means are multiplied by what RoPE leaves of them, as in the cache (results before: false);
   `fixed`: bytes of a head beside its pages; `loss`: that of profiles is the cache's, or of the `"frame"`
 """
@@ -64,7 +67,7 @@ DEFAULT: dict[str, Any] = {
     "side": 5, "error": 1.0, "step": 8, "again": [], "shares": None, "scale": 16, "plan_length": 1,
     "grid": {}, "kweight": 1.0, "power": 1.0, "newest": None, "gain": [0, 0], "ideal": False, "oracle": False,
     "states": False, "exact": 0, "exact_side": "kv", "first": None,
-    "steady": True, "fixed": None, "loss": "cache",
+    "slots": 0, "seen": 0, "of": 1, "steady": True, "fixed": None, "loss": "cache",
     "tasks": ["single", "retrieval"],
 }  # fmt: skip
 
@@ -259,7 +262,7 @@ class Cache:
         self.cost = [page * (self._code_bytes(*r) + side) + PAGE_TABLE_BYTES for r in self.bits]
         fixed = form["fixed"] or 4 + 3 * model.dim + (model.dim + 18) * self.blocks
         ring = (form["ring"] + form["sink"]) * (2 * model.dim + side) if form["ring"] else 0
-        self.fixed = heads * (fixed + ring)
+        self.fixed = heads * (fixed + ring + form["slots"] * (2 * model.dim + 2))
         self.loss = [self._loss(*r) for r in self.bits]
         self.share = torch.tensor(form["shares"] or [1.0] * layers, device=model.device)[:layers]
         self.share = (self.share / self.share.mean())[:, None].expand(layers, rows).reshape(-1)
@@ -329,7 +332,7 @@ class Cache:
 
     def put(self, k: torch.Tensor, v: torch.Tensor, received: torch.Tensor, new: bool) -> None:
         """Add tokens; `new`: as they are, for the next plan, else at the widths where tokens land."""
-        end = self.n + k.shape[-2]
+        form, end = self.form, self.n + k.shape[-2]
         self.k[..., self.n : end, :], self.v[..., self.n : end, :] = k, v
         if self.form["ideal"]:
             self.whole[0][..., self.n : end, :], self.whole[1][..., self.n : end, :] = k, v
@@ -337,6 +340,10 @@ class Cache:
             self.top + 1 if new or self.form["ring"] else 0 if self.poor else self.top
         )
         self.importance[..., self.n : end] = received
+        if new and self.n < form["slots"]:
+            self._move(
+                torch.arange(form["slots"], device=k.device).expand(*k.shape[:-2], -1), None, self.landing
+            )
         if new and self.form["ring"]:  # what is in the ring, and what leaves it, has 8 bits
             self._move(torch.arange(self.n, end, device=k.device).expand(k.shape[:-1]), None, self.landing)
         self.n = end
@@ -384,7 +391,8 @@ class Cache:
         rung = self.rung[..., :n].reshape(groups, shape[2], n).clone()
         position = torch.arange(n, device=rung.device)
         ring = (position < form["sink"]) | (position >= n + lookahead - form["ring"])
-        ring = ring.expand_as(rung) if form["ring"] else torch.zeros_like(rung, dtype=torch.bool)
+        ring = ring if form["ring"] else position < form["slots"]
+        ring = ring.expand_as(rung)
         code = (8 * self.importance[..., :n].clamp_min(1e-9).log2()).round().clamp(-191, 63)
         value = torch.exp2(code.double() / 8).view_as(rung)
         if form["norm"]:
@@ -525,9 +533,8 @@ class Cache:
                 o = o + own.diagonal(dim1=-2, dim2=-1)[..., None] * (v - v2)[..., None, :, :]
             x = model.rest(layer, x, o)
             if last:
-                paid = p[..., -last:, :].mean((2, 3, 4))
-                stored.append(paid[..., :n])
-                new.append(paid[..., n:])
+                stored.append(p[..., -last:, :n].mean((2, 3, 4)))
+                new.append(p[..., -min(last, max(size // self.form["of"], 1)) :, n:].mean((2, 3, 4)))
                 ks.append(k2[:, 0])
                 vs.append(v2[:, 0])
         return (x, *(torch.stack(y) if y else None for y in (ks, vs, stored, new)))
@@ -575,6 +582,7 @@ class Bench:
         kl = torch.stack(kl)
         blocks = kl[:, : kl.shape[1] // 32 * 32].reshape(-1, 32).mean(-1)
         return {"kl": float(kl.mean()), "error": float(blocks.std() / len(blocks) ** 0.5),
+                "windows": kl.mean(1).tolist(),
                 "last_quarter": float(kl[:, -(kl.shape[1] // 4) :].mean())}  # fmt: skip
 
     def single(self, form: dict[str, Any], part: int = PROMPT, scored: int = SCORED) -> dict[str, Any]:
@@ -612,6 +620,10 @@ class Bench:
             cache.collect(stored, 64)
             if cache.form["states"]:
                 k, v = (y[..., at : at + k.shape[-2], :] for y in (self.exact.k, self.exact.v))
+            if least := cache.form["seen"]:
+                rows = min(64, new.shape[-1])
+                later = torch.arange(new.shape[-1], 0, -1, device=new.device)
+                new = new * rows / later.clamp(min(least, rows), rows)
             if cache.form["oracle"]:
                 new = cache.exact.received[..., at : at + new.shape[-1]]
             cache.put(k, v, new, True)
@@ -681,7 +693,8 @@ def main() -> None:
     with torch.inference_mode():
         formats = json.loads(given.formats.read_text())
         bench = Bench(given.windows, given.layers, given.device, True)
-        full = bench.retrieval(None)
+        asks = any("retrieval" in form.get("tasks", DEFAULT["tasks"]) for form in formats)
+        full = bench.retrieval(None) if asks else {"exact": [], "log_p": []}
         print(f"{time.time() - start:.1f} s: full precision finds {sum(full['exact'])}", flush=True)
         for form in formats:
             if time.time() - start > given.seconds:
