@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
@@ -28,6 +27,7 @@ from kvlab.lab.quality.checkpoint import Checkpoint
 from kvlab.lab.quality.comparison import Comparison
 from kvlab.lab.quality.plan import CACHE_DTYPE, Plan, WorkItem, Workload, num_chunks
 from kvlab.lab.quality.scores import Continuation, Score, join
+from kvlab.lab.worker_process import end_with_parent
 
 if TYPE_CHECKING:
     from kvlab.lab.quality.reader import Reader
@@ -204,7 +204,7 @@ _reader: Reader | None = None
 
 def _begin(plan: Plan, threads: int, ticks: Any) -> None:
     global _reader
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that began this one ends it
+    end_with_parent()
     import numba
     import torch
 

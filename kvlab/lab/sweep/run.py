@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +37,7 @@ from kvlab.lab.sweep.manifest import (
     record_failure,
     recorded,
 )
+from kvlab.lab.worker_process import end_with_parent
 
 __all__ = ["run_cases"]
 
@@ -263,7 +263,7 @@ def _ready(work: Callable[[Any], Any]) -> None:
 
 
 def _begin(resources: _Resources) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that began this one ends it
+    end_with_parent()
     for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):  # read when torch and Numba are imported
         os.environ.setdefault(name, str(resources.threads))
     if resources.gpu is not None:
