@@ -261,6 +261,12 @@ def check_ids(model: Any, ids: Any, mask: Any) -> torch.Tensor | None:
             f"ids has shape {tuple(ids.shape)}; it must be (batch, tokens), both at least 1: ids[None] makes "
             f"a batch of one row"
         )
+    vocabulary, least, most = model.get_input_embeddings().num_embeddings, int(ids.min()), int(ids.max())
+    if least < 0 or most >= vocabulary:
+        raise ValueError(
+            f"ids names token {least if least < 0 else most}; the model's vocabulary has {vocabulary}, "
+            f"0 to {vocabulary - 1}: take the tokenizer of this model"
+        )
     if mask is None:
         return None
     if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:

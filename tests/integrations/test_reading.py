@@ -122,6 +122,8 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"ids": IDS[:, :0]}, ValueError, r"ids has shape \(2, 0\)"),
     ({"ids": IDS.float()}, TypeError, r"ids .* torch\.float32"),
     ({"ids": {"input_ids": IDS}}, TypeError, r"ids .* dict; .* ids=found\['input_ids'\]"),
+    ({"ids": IDS + 9999}, ValueError, r"ids names token \d+; the model's vocabulary has \d+, 0 to \d+: take"),
+    ({"ids": IDS - 9999}, ValueError, r"ids names token -\d+; the model's vocabulary"),
     ({"attention_mask": torch.ones(2, 8)}, ValueError, r"attention_mask is \(2, 8\); .* \(2, 9\)"),
     ({"attention_mask": [1]}, ValueError, "attention_mask is list"),
     ({"attention_mask": 2 * IDS}, ValueError, "must be of 0"),
