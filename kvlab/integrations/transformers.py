@@ -27,7 +27,7 @@ with needs_extra("hf", "kvlab.integrations.transformers"):
     from kvlab.integrations.cache_bytes import layer_nbytes
     from kvlab.integrations.packed_attention import register
     from kvlab.integrations.packed_layer import ATTENTION, PackedLayer, SharedCache
-    from kvlab.integrations.rotary import rotary_of
+    from kvlab.integrations.rotary import KNOWN, rotary_of
 
 __all__ = ["ATTENTION", "KVLabCache", "register"]
 
@@ -119,6 +119,7 @@ class KVLabCache(Cache):
         self._shared = SharedCache([*packed.values()], dtype, given, rotary_of(text, packed))
         for number, place in enumerate(packed):
             layers[place] = PackedLayer(self._shared, number)
+        self._geometry = _geometry_of(text)
         super().__init__(layers=layers)
 
     def __repr__(self) -> str:
@@ -162,8 +163,10 @@ class KVLabCache(Cache):
 
         Raises
         ------
+        TypeError
+            If `packed` is none.
         ValueError
-            If the number of layers or their sliding windows differ.
+            If the number of layers, their sliding windows, the number of heads or `head_dim` differ.
         NotImplementedError
             If the model has layers that are not packed, of which `packed` holds nothing.
 
@@ -173,6 +176,8 @@ class KVLabCache(Cache):
         >>> cache = KVLabCache(LlamaConfig(num_hidden_layers=2))
         >>> cache.hold(MixedPrecisionCache(2, 32, 32, 128))
         """
+        if not isinstance(packed, MixedPrecisionCache):
+            raise TypeError(f"packed must be a MixedPrecisionCache, not {type(packed).__name__}")
         if stock := self._stock():
             kinds = ", ".join(sorted({type(layer).__name__ for layer in stock}))
             raise NotImplementedError(
@@ -189,6 +194,12 @@ class KVLabCache(Cache):
             raise ValueError(
                 f"packed has sliding windows of {list(packed.windows)} tokens, the model has "
                 f"{self._shared.windows} (0: full attention): load the cache of this model"
+            )
+        of_packed = {name: getattr(packed, name) for name in self._geometry}
+        if of_packed != self._geometry:
+            raise ValueError(
+                f"packed has {_named(of_packed)}, the model {_named(self._geometry)}: load the cache of this "
+                "model"
             )
         self._shared.reset()
         self._shared.cache = packed
@@ -329,6 +340,20 @@ def _window_of(text: Any, place: int, layer: Any) -> int | None:
     chunked = getattr(text, "attention_chunk_size", None) is not None
     is_window = not chunked if kinds is None else kinds[place] == "sliding_attention"
     return int(layer.sliding_window) if type(layer) is DynamicSlidingWindowLayer and is_window else None
+
+
+def _geometry_of(text: Any) -> dict[str, int]:
+    """Heads and their dimension, as far as a configuration says them, by the names that a cache has."""
+    heads, head_dim = getattr(text, "num_attention_heads", None), getattr(text, "head_dim", None)
+    if head_dim is None and text.model_type in KNOWN:
+        head_dim = text.hidden_size // heads
+    heads_kv = getattr(text, "num_key_value_heads", None)
+    found = {"num_heads_q": heads, "num_heads_kv": heads_kv, "head_dim": head_dim}
+    return {name: value for name, value in found.items() if isinstance(value, int)}
+
+
+def _named(geometry: dict[str, int]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in geometry.items())
 
 
 def _attributes(layer: Any) -> dict[str, Any]:

@@ -91,7 +91,9 @@ def test_graphs_of_memory_that_was_given_back_are_dropped(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     step(50)
-    cache = KVLabCache(LlamaConfig(num_hidden_layers=LAYERS))
+    heads = {"num_attention_heads": packed.num_heads_q, "num_key_value_heads": packed.num_heads_kv}
+    config = LlamaConfig(num_hidden_layers=LAYERS, head_dim=packed.head_dim, **heads)
+    cache = KVLabCache(config)
     cache.hold(packed)
     decode, most = DecodeGraph(Model(), cache), 0
     for _ in range(100):

@@ -516,6 +516,23 @@ def test_a_model_with_windows_goes_on_from_a_file(attend: Any, tmp_path: Path) -
         other.hold(MixedPrecisionCache(3, 4, 2, 32, **EXACT))
 
 
+@pytest.mark.parametrize(
+    ("geometry", "words"),
+    [
+        ((3, 8, 2, 32), "packed has num_heads_q=8, num_heads_kv=2, head_dim=32, the model num_heads_q=4"),
+        ((3, 4, 4, 32), "num_heads_kv=4, head_dim=32, the model .*num_heads_kv=2"),
+        ((3, 4, 2, 64), "head_dim=64, the model .*head_dim=16: load the cache of this model"),
+    ],
+)
+def test_hold_refuses_the_cache_of_another_geometry(geometry: tuple[int, ...], words: str) -> None:
+    cache = KVLabCache(CONFIGS["llama"], **EXACT)
+    with pytest.raises(ValueError, match=words):
+        cache.hold(MixedPrecisionCache(*geometry, **EXACT))
+    with pytest.raises(TypeError, match="packed must be a MixedPrecisionCache, not str"):
+        cache.hold("x")  # type: ignore[arg-type]
+    assert cache.packed is None
+
+
 WRONG_CALLS: dict[str, tuple[str, list[Any]]] = {
     "crop": ("tokens_to_remove", ["a", None, [1], 1, -10, torch.tensor([0.5])]),
     "reorder_cache": ("beam_idx", ["a", None, [0], 1, torch.tensor([0.5]), torch.tensor([[0]])]),
