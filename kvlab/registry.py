@@ -293,14 +293,16 @@ def _why_none(operation: str, device_kind: str, backend: str | None, requirement
             f"{operation}: backend={backend!r} works on {BACKENDS[backend]} arrays, "
             f"the arguments are on {device_kind}; move them, or leave backend=None"
         )
-    reasons, would = [], []
+    reasons, would, dtype_refused = [], [], False
     for row in rows(operation):
         missing = row.unsupported(requirements)
         if row.device_kind == device_kind and (backend is None or row.backend == backend):
+            dtype_refused |= any(what.startswith("dtype=") for what in missing)
             reasons.append(f"backend {row.backend!r} does not support {'; '.join(missing)}")
         elif not missing:
             would.append(f"backend {row.backend!r} on {row.device_kind} arrays")
     asked = "" if backend is None else f" with backend={backend!r}"
     reason = ". ".join(reasons) or f"there is no implementation{asked} for {device_kind} arrays"
     way = f". Supported by: {', '.join(would)}" if would else ""
-    return f"{operation}: {reason}{way}"
+    other = "; convert the arrays to a supported dtype" if dtype_refused else ""
+    return f"{operation}: {reason}{way}{other}"

@@ -105,8 +105,8 @@ def attention(
     Parameters
     ----------
     q : array, (batch, seqlen_q, num_heads_q, head_dim)
-        float16, bfloat16 or float32 (``"reference"`` takes float64, too); any strides. On a GPU head_dim is
-        at most 256.
+        float16, bfloat16 or float32; any strides. float64 runs on ``"reference"`` alone, slowly and on the
+        CPU. On a GPU head_dim is at most 256.
     k, v : array, (batch, seqlen_k, num_heads_kv, head_dim)
         Dtype and device of q. On a GPU the last axis must be contiguous.
     causal : bool

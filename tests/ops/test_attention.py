@@ -153,7 +153,7 @@ CU = np.array([0, 4, 10], np.int32)
         ((X, X, X), {"window": (1.5, 0)}, TypeError, "float"),
         ((X, X, X), {"softcap": -1.0}, ValueError, "softcap=-1.0"),
         ((X, X.astype(np.float32), X), {}, TypeError, "k has dtype float32, q has float16"),
-        ((X.astype(np.int32),) * 3, {}, NotImplementedError, "dtype=int32"),
+        ((X.astype(np.int32),) * 3, {}, NotImplementedError, "dtype=int32 .*; convert the arrays to"),
         ((X.astype(float),) * 3, {"backend": "cpu"}, NotImplementedError, "dtype=float64"),
         (([1.0], X, X), {}, TypeError, "q must be an array"),
         ((X, X, X), {"backend": "cuda"}, NotImplementedError, "works on cuda arrays"),
