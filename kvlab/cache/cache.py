@@ -353,10 +353,17 @@ class MixedPrecisionCache(Runner):
         ------
         NotImplementedError
             If the importance is a user's function, which no file can hold.
+        ValueError
+            If layers hold different numbers of tokens: one was stepped more often than another.
         """
         if callable(self.importance):
             raise NotImplementedError(
                 "a cache whose importance is a function cannot be saved; choose a policy by name"
+            )
+        if len(lengths := set(self._device.lengths)) > 1:
+            raise ValueError(
+                f"layers hold different numbers of tokens, {sorted(lengths)}: step every layer once per time "
+                "step, then save"
             )
         files.checked_path(path)
         states, arrays = self._contents()
@@ -376,6 +383,8 @@ class MixedPrecisionCache(Runner):
         ------
         FormatError
             If the file is damaged, truncated, of another version, or no saved cache.
+        NotImplementedError
+            As for a new cache, if a GPU does not do what the file holds.
         """
         check_device(device)
         description, arrays = files.read(path)
@@ -385,7 +394,10 @@ class MixedPrecisionCache(Runner):
             cache._fill(description["layers"], arrays)
         except FormatError:
             raise
-        except (KeyError, IndexError, TypeError, ValueError, NotImplementedError, AttributeError) as error:
+        except NotImplementedError:
+            cls.load(path)  # a file that is none is none on the CPU, too
+            raise
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise FormatError(f"{os.fspath(path)}: what it describes is no cache ({error})") from None
         return cache
 

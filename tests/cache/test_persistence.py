@@ -319,6 +319,26 @@ def test_a_failed_write_leaves_the_old_file(small, tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["cache"]
 
 
+def test_a_gpu_that_does_not_do_what_a_file_holds_is_no_fault_of_the_file(tmp_path):
+    path = tmp_path / "cache"
+    filled().save(path)
+    with pytest.raises(NotImplementedError, match=r"head_dim=32 is not supported on a GPU, .* device='cpu'"):
+        MixedPrecisionCache.load(path, device="cuda")
+    description, arrays = files.read(path)
+    files.write(path, description, {name: array for name, array in arrays.items() if name != "1.open"})
+    with pytest.raises(FormatError):
+        MixedPrecisionCache.load(path, device="cuda")
+
+
+def test_layers_of_different_lengths_are_not_saved(tmp_path):
+    cache, x = MixedPrecisionCache(2, 2, 1, 32, budget=None), np.ones((1, 3, 1, 32), np.float32)
+    cache.append(0, x, x)
+    with pytest.raises(ValueError, match=r"layers hold different numbers of tokens, \[0, 3\]"):
+        cache.save(tmp_path / "cache")
+    cache.append(1, x, x)
+    cache.save(tmp_path / "cache")
+
+
 def test_the_header_says_what_it_is(small):
     data = small.read_bytes()
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
