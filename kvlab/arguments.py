@@ -25,6 +25,7 @@ __all__ = [
     "number",
     "positive",
     "refuse_unsupported",
+    "shown",
     "sides_of_window",
     "whole_number",
 ]
@@ -46,6 +47,21 @@ _NOT_HERE = {
     "q_group_size": "there are no groups: every key and value of a token has a step size of its own",
     "do_sample": "a temperature above 0 draws, 0 does not",
 }
+
+
+def shown(value: Any) -> str:
+    """Return a value as errors show it: its repr, or of an array its dtype and shape.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> shown("a"), shown(np.zeros((1, 8, 2, 64), np.float32))
+    ("'a'", '<float32 array of shape (1, 8, 2, 64)>')
+    """
+    if not isinstance(value, type) and getattr(value, "shape", None) and hasattr(value, "dtype"):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"<{dtype} array of shape {tuple(value.shape)}>"
+    return repr(value)
 
 
 def whole_number(value: Any, name: str, minimum: int | None = None, maximum: int | None = None) -> int:
@@ -89,10 +105,10 @@ def whole_number(value: Any, name: str, minimum: int | None = None, maximum: int
         else:
             found = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name}={value!r} must be a whole number, not {type(value).__name__}") from None
+        raise TypeError(f"{name}={shown(value)} must be a whole number, not {type(value).__name__}") from None
     if (minimum is not None and found < minimum) or (maximum is not None and found > maximum):
         limits = f"be at least {minimum}" if maximum is None else f"lie between {minimum} and {maximum}"
-        raise ValueError(f"{name}={value!r} must {limits}")
+        raise ValueError(f"{name}={shown(value)} must {limits}")
     return found
 
 
@@ -149,18 +165,18 @@ def number(value: Any, name: str, minimum: float = -math.inf, maximum: float = m
             raise TypeError
         found = float(value)
     except (TypeError, ValueError, RuntimeError):  # torch raises the last two for tensors of several elements
-        raise TypeError(f"{name}={value!r} must be a number, not {type(value).__name__}") from None
+        raise TypeError(f"{name}={shown(value)} must be a number, not {type(value).__name__}") from None
     except OverflowError:
         found = math.inf
     if not math.isfinite(found):
-        raise ValueError(f"{name}={value!r} must be finite")
+        raise ValueError(f"{name}={shown(value)} must be finite")
     if not minimum <= found <= maximum:
         limits = (
             f"lie between {minimum:g} and {maximum:g}"
             if math.isfinite(maximum)
             else f"be at least {minimum:g}"
         )
-        raise ValueError(f"{name}={value!r} must {limits}")
+        raise ValueError(f"{name}={shown(value)} must {limits}")
     return found
 
 
@@ -185,7 +201,7 @@ def flag(value: Any, name: str) -> bool:
         return value
     if type(value).__name__ in ("int", "bool", "bool_") and value in (0, 1):
         return bool(value)
-    raise TypeError(f"{name}={value!r} must be True or False, not {type(value).__name__}")
+    raise TypeError(f"{name}={shown(value)} must be True or False, not {type(value).__name__}")
 
 
 def choice(value: Any, name: str, supported: Collection[str]) -> str:
@@ -211,8 +227,8 @@ def choice(value: Any, name: str, supported: Collection[str]) -> str:
         return value
     listed = ", ".join(map(repr, supported))
     if not isinstance(value, str):
-        raise TypeError(f"{name}={value!r} must be one of {listed}, not {type(value).__name__}")
-    raise ValueError(f"{name}={value!r} is not supported; supported are {listed}")
+        raise TypeError(f"{name}={shown(value)} must be one of {listed}, not {type(value).__name__}")
+    raise ValueError(f"{name}={shown(value)} is not supported; supported are {listed}")
 
 
 def sides_of_window(window: Any, name: str = "window") -> tuple[int, int]:
@@ -235,7 +251,9 @@ def sides_of_window(window: Any, name: str = "window") -> tuple[int, int]:
     TypeError: window=128 must be two numbers of keys, left and right; -1 means no limit
     """
     if not isinstance(window, list | tuple) or len(window) != 2:
-        raise TypeError(f"{name}={window!r} must be two numbers of keys, left and right; -1 means no limit")
+        raise TypeError(
+            f"{name}={shown(window)} must be two numbers of keys, left and right; -1 means no limit"
+        )
     left, right = window
     return whole_number(left, name, -1, LONGEST), whole_number(right, name, -1, LONGEST)
 
@@ -252,7 +270,7 @@ def check_device(device: object) -> None:
     """Refuse what is neither None nor "cpu", "cuda" or "cuda:" and a number."""
     if device is not None and not isinstance(device, str):
         raise TypeError(
-            f"device={device!r} must be 'cpu', 'cuda', 'cuda:1' ... or None, not {type(device).__name__}"
+            f"device={shown(device)} must be 'cpu', 'cuda', 'cuda:1' ... or None, not {type(device).__name__}"
         )
     if device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", device, re.ASCII):
         raise ValueError(f"device={device!r} is not supported; 'cpu', 'cuda' and 'cuda:0', 'cuda:1' ... are")
@@ -274,4 +292,4 @@ def check_names(options: Mapping[str, object], known: Collection[str], of: str) 
         meant = [_ELSEWHERE[name]] if name in _ELSEWHERE else difflib.get_close_matches(name, known, 1)
         hint = f", {meant[0]} is meant" if meant and meant[0] in known else ""
         hint = f" ({_NOT_HERE[name]}: leave it out)" if name in _NOT_HERE else hint
-        raise TypeError(f"{name}={value!r} is no option of {of}{hint}; {', '.join(known)} are")
+        raise TypeError(f"{name}={shown(value)} is no option of {of}{hint}; {', '.join(known)} are")

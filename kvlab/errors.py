@@ -45,7 +45,7 @@ class BudgetError(ValueError):
     needed_bytes : int, optional
         The smallest budget, in bytes, under which the refused call would have fitted.
     longest_length : int, optional
-        The longest length, in tokens, that fits the present budget.
+        The longest length up to the refused one, in tokens, that fits the present budget.
 
     Examples
     --------

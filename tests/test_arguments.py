@@ -16,6 +16,7 @@ import pytest
 import kvlab
 from kvlab import MixedPrecisionCache
 from kvlab.arguments import choice, flag, number, whole_number
+from kvlab.cache.options import parse_budget
 
 NAN, HUGE = float("nan"), 10**30
 WRONG: dict[str, list[Any]] = {
@@ -241,6 +242,18 @@ def test_scalars_of_numpy_are_welcome() -> None:
         False,
     )
     assert choice("b", "word", ("a", "b")) == "b"
+
+
+def test_errors_say_of_an_array_what_it_is_and_not_what_is_in_it() -> None:
+    """Arguments in the wrong order are often arrays where a number stands."""
+    cache = MixedPrecisionCache(1, 4, 2, 32)
+    with pytest.raises(TypeError, match=r"^layer=<float32 array of shape \(1, 8, 4, 32\)> must be a whole"):
+        cache.step(Q, K, V, 0)  # type: ignore[arg-type, type-var]
+    for check in (number, flag, lambda x, name: choice(x, name, ("a", "b")), parse_budget):
+        with pytest.raises(TypeError) as caught:
+            check(Q, "x") if check is not parse_budget else check(Q)
+        assert "float32 array of shape (1, 8, 4, 32)" in str(caught.value)
+        assert len(str(caught.value)) < 250
 
 
 def test_every_public_name_is_in_the_table() -> None:

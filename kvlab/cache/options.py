@@ -14,7 +14,7 @@ lengths fit, and refuses the others.
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, MISSING, dataclass, fields
 from functools import lru_cache, partial, wraps
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arguments import LONGEST, check_device, check_names, choice, number, whole_number
+from kvlab.arguments import LONGEST, check_device, check_names, choice, number, shown, whole_number
 from kvlab.arrays import Array, dtype_name, to_numpy_view
 from kvlab.cache.importance import Importance, UpdateFunction
 from kvlab.cache.layers import Layer
@@ -319,7 +319,7 @@ def parse_budget(budget: float | int | str | None) -> Budget:
         budget = number.item()
     if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
         raise TypeError(
-            f"budget={budget!r} must be a fraction, bytes, a string such as '6GiB' or '4.25bpe', or None"
+            f"budget={shown(budget)} must be a fraction, bytes, a string such as '6GiB' or '4.25bpe', or None"
         )
     unit = re.search("(bpe|%)$", budget.strip().lower()) if isinstance(budget, str) else None
     if isinstance(budget, str) and unit:
@@ -353,6 +353,8 @@ def parse_budget(budget: float | int | str | None) -> Budget:
 
 RowBudgets = Sequence[int] | None
 """Bytes that a row may take in each layer; None: no limit."""
+_FAR = 1024
+"""Among so many more tokens a length that fits is looked for where not all from some length on do."""
 
 
 @lru_cache(maxsize=64)  # layers are often the same
@@ -381,6 +383,7 @@ class Limit:
     def __init__(self, options: CacheOptions, layers: Sequence[Layer]) -> None:
         self.budget = parse_budget(options.budget)
         self._layers, self.rewind, self._plan_length = layers, options.rewind, options.plan_length
+        self._residual = options.residual
         self._fixed_nbytes = layers[0].store.fixed_nbytes  # of a row without tokens, in any layer
         self._fp16_token, self._windows = 2 * 2 * options.num_heads_kv * options.head_dim, options.windows
         longest = max(options.max_seqlen or options.plan_length, 1)
@@ -438,7 +441,7 @@ class Limit:
         ]
 
     def _refusal(self, seqlen: int, batch: int) -> BudgetError:
-        """The error for a length that does not fit: it names the longest that does and the bytes needed."""
+        """The error for a length that does not fit: it names lengths that do, and the bytes needed."""
         rows, fraction = max(batch, 1), self.budget.fraction
         needed, given = self.smallest_nbytes(seqlen) * rows, sum(self.row_budgets(seqlen, batch) or ()) * rows
         of_rows = "" if batch == 1 else f" in each of {batch} rows"
@@ -449,16 +452,18 @@ class Limit:
                 "token. Raise the budget or keep fewer rows",
                 needed_bytes=needed,
             )
-        low, budget, short = self._longest(seqlen, batch), "budget", self._short(seqlen, batch)
+        low, budget = self._longest(seqlen, batch), "budget"
+        longest = f"the longest length that fits is {low}"
         if fraction is not None:
-            enough = max(
-                int(self._smallest(layer, seqlen) / (fraction * self._fp16_token)) + 1 for layer, _ in short
-            )
-            if not any(self._windows[layer] for layer, _ in short):  # those count no more tokens then
+            if enough := self._enough(seqlen, batch):
                 budget = f"budget or plan_length (to {enough})"
+            if high := self._shortest(seqlen, enough or seqlen + self._residual + _FAR, batch):
+                longest = (
+                    f"the longest length that fits below {seqlen} is {low}, the shortest above is {high}"
+                )
         return BudgetError(
-            f"{fault}budget gives {given}; the longest length that fits is {low}. Raise the {budget}, add a "
-            f"lower width to bits (0 evicts) or shorten the sequence",
+            f"{fault}budget gives {given}; {longest}. Raise the {budget}, add a lower "
+            "width to bits (0 evicts) or shorten the sequence",
             needed_bytes=needed,
             longest_length=low,
         )
@@ -471,6 +476,29 @@ class Limit:
                 for layer, given in short
             )
         return seqlen
+
+    # A page takes the same bytes however full it is and a relative budget grows with each token, so a length
+    # may be refused and longer ones fit.
+
+    def _tokens_for(self, seqlen: int, layers: Iterable[int]) -> int:
+        """How many tokens a relative budget counts where it gives layers what a length takes."""
+        of_token = (self.budget.fraction or 0) * self._fp16_token
+        return max(int(self._smallest(layer, seqlen) / of_token) for layer in layers)
+
+    def _shortest(self, seqlen: int, end: int, batch: int) -> int:
+        """The shortest length of `seqlen` to `end` that fits; 0: there is none."""
+        while seqlen <= end and (short := self._short(seqlen, batch)):
+            seqlen = max(seqlen + 1, self._tokens_for(seqlen, (layer for layer, _ in short)))
+        return seqlen if seqlen <= end else 0
+
+    def _enough(self, seqlen: int, batch: int) -> int:
+        """The `plan_length` with which every length fits, where such a one does not; 0: there is none."""
+        begins = range(self._residual + 1, LONGEST, TOKENS_PER_PAGE)  # of pages; there most bytes are missing
+        if self._short(begins[-1], batch):
+            return 0
+        fitting = bisect_left(begins, True, key=lambda n: not self._short(n, batch))
+        last = max(seqlen, self._residual, begins[fitting] - TOKENS_PER_PAGE)  # that is refused
+        return self._tokens_for(last, range(len(self._layers))) + 1
 
     def _holds_rows(self, batch: int) -> bool:
         """Whether rows without tokens fit."""

@@ -119,9 +119,43 @@ def test_a_relative_budget_names_the_longest_length_and_a_plan_length_that_does(
     assert any(1 < n < longest for n in fitting)
     for n, error in refused.items():
         assert error.longest_length == max(m for m in fitting if m < n)
-    found = re.search(r"plan_length \(to (\d+)\)", str(refused[longest]))
-    assert found is not None
-    make(budget=0.2, plan_length=int(found[1])).append(0, k[:, :longest], v[:, :longest])
+        above = min(m for m in fitting if m > n)
+        assert f"fits below {n} is {error.longest_length}, the shortest above is {above}." in str(error)
+        found = re.search(r"plan_length \(to (\d+)\)", str(error))
+        assert found is not None
+        assert int(found[1]) == longest + 1  # then the next tokens fit, too
+    grown = make(budget=0.2, plan_length=longest + 1)
+    for n in range(200):
+        grown.append(0, k[:, n : n + 1], v[:, n : n + 1])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"budget": 0.3, "bits": (2, 4), "residual": 50},
+        {"budget": 0.3, "bits": (2, 4), "residual": 20, "plan_length": 30, "sliding_window": 400},
+        {"budget": 0.3, "bits": (0, 4), "residual": 7},
+        {"budget": 0.16, "bits": (4,)},
+        {"budget": 30_000},
+    ],
+)
+def test_lengths_and_plan_lengths_that_errors_name_are_those_that_fit(options: dict[str, Any]) -> None:
+    most, refused = 1000, {}
+    for n in range(most):
+        try:
+            make(**{"plan_length": 1, **options})._limit.check(n, 1)
+        except BudgetError as error:
+            refused[n] = str(error)
+    assert refused
+    for n, text in refused.items():
+        below, above = ([m for m in range(most) if m not in refused and (m > n) == up] for up in (0, 1))
+        assert re.search(rf"fits( below {n})? is {max(below)}\b", text)
+        assert (f"shortest above is {min(above)}." in text) if above else "above" not in text
+    advised = {int(found[1]) for text in refused.values() if (found := re.search(r"\(to (\d+)\)", text))}
+    assert len(advised) == (max(refused) < most - 1)
+    for length in advised:
+        for n in (*range(most), 1 << 16, (1 << 16) + 1, 1 << 20):
+            make(**{**options, "plan_length": length})._limit.check(n, 1)
 
 
 BUDGETS = st.one_of(st.sampled_from([None, 0.2, 0.35, 0.7]), st.integers(392, 80_000))
