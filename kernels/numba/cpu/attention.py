@@ -17,7 +17,7 @@ import math
 import numpy as np
 from numba import njit, types
 
-from .elements import store_values
+from .elements import FLOAT32, store_values
 from .simd import LANES, helper
 from .softmax import LOG2_E, take_number
 from .tiles import (
@@ -36,6 +36,7 @@ from .tiles import (
     multiply,
     read_panel,
     read_tile,
+    sharpen_softmax,
     update_softmax,
 )
 
@@ -103,8 +104,9 @@ def attend(
     queries, totals = np.empty((2, PANELS, width * PANEL), np.float32)
     row_max, row_sum = np.empty((2, PANELS, PANEL), np.float32)
     scores = np.empty(KEYS * PANEL, np.float32)
-    rescale, first, last = np.empty((3, PANEL), np.float32)
+    rescale, peak, first, last = np.empty((4, PANEL), np.float32)
     line, rest = np.empty(width, np.float32), np.empty(LANES, np.uint16)
+    sums, exponents = np.empty(LANES, np.float64), np.empty(LANES, np.float32)
     item = take_number(counter)
     while item < items.shape[0]:
         place, head = places[items[item, 0]], items[item, 1]
@@ -140,7 +142,12 @@ def attend(
                     cap(scores, padded, rate, softcap)
                 if hidden or padded < KEYS:
                     apply_mask(scores, padded, first, last)
-                update_softmax(scores, padded, scale_log2, row_max[p], row_sum[p], rescale)
+                update_softmax(scores, padded, scale_log2, row_max[p], row_sum[p], rescale, peak)
+                if dtype == FLOAT32:
+                    sharpen_softmax(
+                        scores, padded, keys_tile, pitch, queries[p], channels, scale_log2, rate, softcap,
+                        row_max[p], row_sum[p], peak, sums, exponents,
+                    )  # fmt: skip
                 multiply(values_tile, 1, pitch, scores, padded, KEYS, totals[p], width, rescale, False)
         for p in range(panels):
             _write_panel(

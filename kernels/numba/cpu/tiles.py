@@ -15,6 +15,7 @@ import math
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .elements import load_values
@@ -23,15 +24,18 @@ from .simd import (
     F32X8,
     I32X8,
     LANES,
+    any_above,
     float32x8,
     helper,
     load,
+    load_unaligned,
     magnitude,
     maximum,
     minimum,
     pointer_to,
     splat,
     store,
+    store_unaligned,
     where,
 )
 from .softmax import exp2
@@ -51,10 +55,13 @@ to it; with 32 its error was up to four times that of a dot product in vectors."
 CHUNK_OF_STORED = 16
 """The same for scores of what a cache holds; decoding (`packed`) adds as many."""
 
+SHARE, _LEAST_SIZE = np.float32(0.5), np.float32(4)
+
 LOWEST = np.float32(-1e30)
 """A row_max before any key; finite, so that -inf - row_max is never NaN."""
 
 MINUS_INFINITY = np.float32(-np.inf)
+_LARGEST_EXPONENT = 64.0
 _ZERO, _ONE, _TWO = np.float32(0), np.float32(1), np.float32(2)
 
 # tanh(x) = x + x^3 P(x^2) for |x| <= 0.625, the polynomial of the Cephes library.
@@ -179,11 +186,11 @@ def apply_mask(scores, keys, first, last):
 
 
 @helper
-def update_softmax(scores, keys, scale_log2, row_max, row_sum, rescale):
+def update_softmax(scores, keys, scale_log2, row_max, row_sum, rescale, peak):
     """Turn scores into weights exp2(scale_log2 * score - row_max), raise row_max; older sums times `rescale`.
 
     row_max is a rounded product with scale_log2: all that is relative to it is relative to one number.
-    keys is a multiple of 4.
+    keys is a multiple of 4. peak (PANEL,) is the largest weight of each row.
     """
     for lane in range(0, PANEL, LANES):
         best = load(scores, lane)
@@ -192,6 +199,7 @@ def update_softmax(scores, keys, scale_log2, row_max, row_sum, rescale):
         before = load(row_max, lane)
         new_max = maximum(best * splat(scale_log2), before)
         below = splat(_ZERO) - new_max
+        store(peak, lane, exp2(fused(best, splat(scale_log2), below)))
         lost = exp2(before - new_max)
         total = load(row_sum, lane) * lost
         for first in range(0, keys, 4):
@@ -204,6 +212,75 @@ def update_softmax(scores, keys, scale_log2, row_max, row_sum, rescale):
         store(row_max, lane, new_max)
         store(row_sum, lane, total)
         store(rescale, lane, lost)
+
+
+@intrinsic
+def _add_products(typing_context, row, first, panel, lane, depth, sums):
+    """sums (8,) = row[first + k] * panel[k * PANEL + lane + i], summed over k < depth in float64.
+
+    Two sums, of even k and of odd ones, so that an addition does not wait for the one before.
+    """
+
+    def generate(context, builder, signature, arguments):
+        row, first, panel, lane, depth, sums = arguments
+        row_type, _, panel_type, _, _, sums_type = signature.args
+        vector, one = ir.VectorType(ir.DoubleType(), LANES), depth.type(1)
+        kind = ir.FunctionType(vector, [vector] * 3)
+        multiply_double = builder.module.declare_intrinsic("llvm.fmuladd.v8f64", (), kind)
+        totals = [cgutils.alloca_once_value(builder, ir.Constant(vector, [0.0] * LANES)) for _ in range(2)]
+
+        def add(k, total):
+            source = pointer_to(context, builder, row_type, row, builder.add(first, k), ir.FloatType())
+            factor = builder.fpext(builder.load(source), ir.DoubleType())
+            factor = builder.insert_element(ir.Constant(vector, ir.Undefined), factor, ir.IntType(32)(0))
+            factor = builder.shuffle_vector(factor, factor, ir.Constant(I32X8, [0] * LANES))
+            at = builder.add(builder.mul(k, k.type(PANEL)), lane)
+            of_rows = load_unaligned(builder, pointer_to(context, builder, panel_type, panel, at, F32X8))
+            operands = [factor, builder.fpext(of_rows, vector), builder.load(total)]
+            builder.store(builder.call(multiply_double, operands), total)
+
+        with cgutils.for_range(builder, builder.lshr(depth, one)) as loop:
+            even = builder.shl(loop.index, one)
+            add(even, totals[0])
+            add(builder.or_(even, one), totals[1])
+        with builder.if_then(builder.trunc(depth, ir.IntType(1))):
+            add(builder.sub(depth, one), totals[0])
+        target = pointer_to(context, builder, sums_type, sums, ir.IntType(64)(0), vector)
+        store_unaligned(builder, builder.fadd(*map(builder.load, totals)), target)
+        return context.get_dummy_value()
+
+    return types.void(row, types.intp, panel, types.intp, types.intp, sums), generate
+
+
+@helper
+def sharpen_softmax(
+    scores, keys, tile, pitch, queries, channels, scale_log2, rate, softcap, row_max, row_sum, peak, sums,
+    exponents,
+):  # fmt: skip
+    """Compute large weights again, from scores in float64; call after `update_softmax`.
+
+    A score of 40 in float32 is off by some 4e-6, and so is its weight, relatively: where few keys have all the
+    weight of a row, more than out may be. What is off by SHARE units in the last place of row_sum and more is
+    large. sums (8,) float64 and exponents (8,) float32 are scratch.
+    """
+    for lane in range(0, PANEL, LANES):
+        before, gain = load(row_sum, lane), splat(_ZERO)
+        limit = before * splat(SHARE) / maximum(magnitude(load(row_max, lane)), splat(_LEAST_SIZE))
+        if not any_above(load(peak, lane), limit):
+            continue
+        for at in range(lane, keys * PANEL, PANEL):
+            weight = load(scores, at)
+            if any_above(weight, limit):
+                _add_products(tile, at // PANEL * pitch, queries, lane, channels, sums)
+                for i in range(LANES):
+                    score = sums[i]
+                    if softcap > 0:
+                        score = softcap * math.tanh(rate * score)
+                    exponents[i] = min(scale_log2 * score - row_max[lane + i], _LARGEST_EXPONENT)
+                sharp = where(weight > limit, exp2(load(exponents, 0)), weight)
+                store(scores, at, sharp)
+                gain = gain + (sharp - weight)
+        store(row_sum, lane, before + gain)
 
 
 @helper
