@@ -49,17 +49,17 @@ _ZERO, _ONE, _INFINITY = np.float32(0), np.float32(1), np.float32(np.inf)
 
 @helper
 def _read_logs(lse, place, head, group, row, rows, logs):
-    """logs (PANEL,) = lse of the rows in units of log 2; +inf, which gives no weight, where there is none."""
+    """logs (PANEL,) = lse of the rows; +inf, which gives no weight, where there is none."""
     for lane in range(PANEL):
         logs[lane] = _INFINITY
         if row + lane < rows:
             position, own = place[1] + (row + lane) // group, head * group + (row + lane) % group
             if lse[place[0], own, position] != MINUS_INFINITY:
-                logs[lane] = lse[place[0], own, position] * LOG2_E
+                logs[lane] = lse[place[0], own, position]
 
 
 @helper
-def _probabilities(scores, slopes, keys, hidden, first, last, scale_log2, rate, softcap, logs, dpsum):
+def _probabilities(scores, slopes, keys, hidden, first, last, factor, rate, softcap, logs, dpsum):
     """Turn scores into probabilities, and slopes, which hold <dout, v>, into slopes."""
     if softcap > 0:
         cap(scores, keys, rate, softcap)
@@ -71,7 +71,7 @@ def _probabilities(scores, slopes, keys, hidden, first, last, scale_log2, rate, 
         for j in range(keys):
             at = j * PANEL + lane
             score = load(scores, at)
-            weight = exp2(fused(score, splat(scale_log2), below))
+            weight = exp2(fused(score, splat(factor), below) * splat(LOG2_E))
             slope = weight * (load(slopes, at) - delta)
             tanh = score * bent
             slope = slope * (splat(_ONE) - tanh * tanh) if softcap > 0 else slope
@@ -167,7 +167,7 @@ _KEYS = types.void(*_COMMON, _ROWS, _ROWS, *_NUMBERS, WRITE, WRITE)
 
 @njit(_QUERIES, error_model="numpy", nogil=True, cache=True)
 def backward_queries(
-    counter, items, places, dout, q, k, v, out, lse, dtype, group, left, right, sign, scale_log2, rate,
+    counter, items, places, dout, q, k, v, out, lse, dtype, group, left, right, sign, factor, rate,
     softcap, scale, delta, dq,
 ):  # fmt: skip
     """First pass: dq, and delta (batch, heads, seqlen) for the second; what one thread does.
@@ -212,7 +212,7 @@ def backward_queries(
                 multiply(keys_tile, pitch, 1, queries[p], channels, CHUNK, scores, padded, ones, True)
                 multiply(values_tile, pitch, 1, above[p], channels, CHUNK, slopes, padded, ones, True)
                 _probabilities(
-                    scores, slopes, padded, hidden or padded < KEYS, first, last, scale_log2, rate, softcap,
+                    scores, slopes, padded, hidden or padded < KEYS, first, last, factor, rate, softcap,
                     logs[p], dpsum[p],
                 )  # fmt: skip
                 multiply(keys_tile, 1, pitch, slopes, padded, KEYS, totals[p], width, ones, False)
@@ -225,7 +225,7 @@ def backward_queries(
 
 @njit(_KEYS, error_model="numpy", nogil=True, cache=True)
 def backward_keys(
-    counter, items, places, dout, q, k, v, lse, delta, dtype, group, left, right, sign, scale_log2, rate,
+    counter, items, places, dout, q, k, v, lse, delta, dtype, group, left, right, sign, factor, rate,
     softcap, scale, dk, dv,
 ):  # fmt: skip
     """Second pass: dk and dv; an item is a sequence, a KV head and a block of TILES * KEYS keys."""
@@ -272,7 +272,7 @@ def backward_keys(
                 multiply(keys_tiles[t], pitch, 1, queries, channels, CHUNK, scores, padded, ones, True)
                 multiply(values_tiles[t], pitch, 1, above, channels, CHUNK, slopes, padded, ones, True)
                 _probabilities(
-                    scores, slopes, padded, hidden or padded < KEYS, first, last, scale_log2, rate, softcap,
+                    scores, slopes, padded, hidden or padded < KEYS, first, last, factor, rate, softcap,
                     logs, dpsum,
                 )  # fmt: skip
                 _add_rows(scores, padded, above_squares, blocks, ones, values_totals[t])

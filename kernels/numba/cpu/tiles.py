@@ -55,7 +55,11 @@ to it; with 32 its error was up to four times that of a dot product in vectors."
 CHUNK_OF_STORED = 16
 """The same for scores of what a cache holds; decoding (`packed`) adds as many."""
 
-SHARE, _LEAST_SIZE = np.float32(0.5), np.float32(4)
+SHARE = np.float32(0.5)
+"""Of a unit in the last place of a row's sum: what the error of a weight may be in attention of float32."""
+
+LEAST_SIZE, LEAST_CAPPED = np.float32(4), np.float32(16)
+"""Sizes of scores, in units of log 2, that errors are taken for at least; a capped score hides its own."""
 
 LOWEST = np.float32(-1e30)
 """A row_max before any key; finite, so that -inf - row_max is never NaN."""
@@ -260,12 +264,13 @@ def sharpen_softmax(
     """Compute large weights again, from scores in float64; call after `update_softmax`.
 
     A score of 40 in float32 is off by some 4e-6, and so is its weight, relatively: where few keys have all the
-    weight of a row, more than out may be. What is off by SHARE units in the last place of row_sum and more is
-    large. sums (8,) float64 and exponents (8,) float32 are scratch.
+    weight of a row, more than out may be. A weight times the size of its score is large above SHARE of row_sum.
+    sums (8,) float64 and exponents (8,) float32 are scratch.
     """
     for lane in range(0, PANEL, LANES):
         before, gain = load(row_sum, lane), splat(_ZERO)
-        limit = before * splat(SHARE) / maximum(magnitude(load(row_max, lane)), splat(_LEAST_SIZE))
+        size = maximum(magnitude(load(row_max, lane)), splat(LEAST_CAPPED if softcap > 0 else LEAST_SIZE))
+        limit = before * splat(SHARE) / size
         if not any_above(load(peak, lane), limit):
             continue
         for at in range(lane, keys * PANEL, PANEL):
