@@ -9,7 +9,9 @@ Panels and tiles are those of cpu/tiles.py. An item of work is 8 panels against 
 from a counter, and the answer does not depend on which thread took which. Scratch memory of a thread at
 head_dim 128: 68 KiB of keys and values, 192 KiB of queries and totals, 6 KiB of scores.
 
-Queries are not scaled: scores are, inside the exponent, exp2(scale_log2 * score - row_max), rounded once.
+Queries are not scaled: scores are, inside the exponent, exp2(scale_log2 * score - row_max), rounded once. In
+float32 the weights that make out are computed again from scores in float64 (`sharpen_softmax`): a score of 40
+is rounded by up to 2e-6, and out with it where few keys have all the weight.
 """
 
 import math
@@ -21,7 +23,7 @@ from .elements import FLOAT32, store_values
 from .simd import LANES, helper
 from .softmax import LOG2_E, take_number
 from .tiles import (
-    CHUNK,
+    CHUNK_OF_ROUGH,
     KEYS,
     LOWEST,
     MINUS_INFINITY,
@@ -137,7 +139,7 @@ def attend(
                     hidden = mask_of(place, group, row, rows, key, left, right, first, last)
                 if first.min() > KEYS - 1 or last.max() < 0:
                     continue
-                multiply(keys_tile, pitch, 1, queries[p], channels, CHUNK, scores, padded, rescale, True)
+                multiply(keys_tile, pitch, 1, queries[p], channels, CHUNK_OF_ROUGH, scores, padded, rescale, True)
                 if softcap > 0:
                     cap(scores, padded, rate, softcap)
                 if hidden or padded < KEYS:
@@ -148,7 +150,7 @@ def attend(
                         scores, padded, keys_tile, pitch, queries[p], channels, scale_log2, rate, softcap,
                         row_max[p], row_sum[p], peak, sums, exponents,
                     )  # fmt: skip
-                multiply(values_tile, 1, pitch, scores, padded, KEYS, totals[p], width, rescale, False)
+                multiply(values_tile, 1, pitch, scores, padded, CHUNK_OF_ROUGH, totals[p], width, rescale, False)
         for p in range(panels):
             _write_panel(
                 totals[p], row_max[p], row_sum[p], place, head, group, start + p * PANEL, rows, dtype, line,

@@ -52,14 +52,18 @@ CHUNK = 8
 """Products that are added one to the other in a score. A score may be much smaller than the sums on the way
 to it; with 32 its error was up to four times that of a dot product in vectors."""
 
+CHUNK_OF_ROUGH = 32
+"""The same where `sharpen_softmax` computes large weights again, and for sums of weighted values."""
+
 CHUNK_OF_STORED = 16
 """The same for scores of what a cache holds; decoding (`packed`) adds as many."""
 
 SHARE = np.float32(0.5)
 """Of a unit in the last place of a row's sum: what the error of a weight may be in attention of float32."""
 
-LEAST_SIZE, LEAST_CAPPED = np.float32(4), np.float32(16)
-"""Sizes of scores, in units of log 2, that errors are taken for at least; a capped score hides its own."""
+LEAST_SIZE, LEAST_CAPPED, LARGEST_SIZE = np.float32(4), np.float32(16), np.float32(31)
+"""Bounds of what counts as the size of a score, in units of log 2. A capped score hides its own. With the largest,
+64 equal keys in a tile are not large: in float32 all have the same error, which cancels unless some lose it."""
 
 LOWEST = np.float32(-1e30)
 """A row_max before any key; finite, so that -inf - row_max is never NaN."""
@@ -270,7 +274,7 @@ def sharpen_softmax(
     for lane in range(0, PANEL, LANES):
         before, gain = load(row_sum, lane), splat(_ZERO)
         size = maximum(magnitude(load(row_max, lane)), splat(LEAST_CAPPED if softcap > 0 else LEAST_SIZE))
-        limit = before * splat(SHARE) / size
+        limit = before * splat(SHARE) / minimum(size, splat(LARGEST_SIZE))
         if not any_above(load(peak, lane), limit):
             continue
         for at in range(lane, keys * PANEL, PANEL):
