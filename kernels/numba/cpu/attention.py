@@ -42,8 +42,6 @@ from .tiles import (
     update_softmax,
 )
 
-_ZERO, _ONE = np.float32(0), np.float32(1)
-
 
 @helper
 def _write_panel(
@@ -53,7 +51,7 @@ def _write_panel(
     channels = out16.shape[3] + out32.shape[3]
     for lane in range(min(PANEL, rows - row)):
         position, own = place[1] + (row + lane) // group, head * group + (row + lane) % group
-        factor = _ZERO if row_sum[lane] == 0 else _ONE / row_sum[lane]
+        factor = 0.0 if row_sum[lane] == 0 else 1.0 / np.float64(row_sum[lane])
         for channel in range(channels):
             line[channel] = totals[channel * PANEL + lane] * factor
         store_values(

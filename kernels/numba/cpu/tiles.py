@@ -59,7 +59,7 @@ CHUNK_OF_STORED = 16
 """The same for scores of what a cache holds; decoding (`packed`) adds as many."""
 
 SHARE = np.float32(0.5)
-"""Of a unit in the last place of a row's sum: what the error of a weight may be in attention of float32."""
+"""A weight of a row, times the size of its score, above this share of the row's is computed again in float32."""
 
 LEAST_SIZE, LEAST_CAPPED, LARGEST_SIZE = np.float32(4), np.float32(16), np.float32(31)
 """Bounds of what counts as the size of a score, in units of log 2. A capped score hides its own. With the largest,
@@ -261,32 +261,49 @@ def _add_products(typing_context, row, first, panel, lane, depth, sums):
 
 
 @helper
+def large_share(size, softcap):
+    """The share of a row's weight above which a weight is large; size: that of the row's scores, in log 2."""
+    size = maximum(magnitude(size), splat(LEAST_CAPPED if softcap > 0 else LEAST_SIZE))
+    return splat(SHARE) / minimum(size, splat(LARGEST_SIZE))
+
+
+@helper
+def sharpen(
+    weight, limit, tile, first, queries, lane, channels, factor, rate, softcap, above, unit, sums, exponents
+):
+    """Return weights above `limit` anew, exp2(unit * (factor * score - above)) with a score in float64.
+
+    A score of 40 in float32 is off by some 4e-6, and so is its weight, relatively: where few keys have all the
+    weight of a row, more than out may be. `first` is where the key begins in its tile, `lane` the first of
+    eight rows of a panel, above (PANEL,). sums (8,) float64 and exponents (8,) float32 are scratch.
+    """
+    _add_products(tile, first, queries, lane, channels, sums)
+    for i in range(LANES):
+        score = sums[i]
+        if softcap > 0:
+            score = softcap * math.tanh(rate * score)
+        exponents[i] = min(unit * (factor * score - above[lane + i]), _LARGEST_EXPONENT)
+    return where(weight > limit, exp2(load(exponents, 0)), weight)
+
+
+@helper
 def sharpen_softmax(
     scores, keys, tile, pitch, queries, channels, scale_log2, rate, softcap, row_max, row_sum, peak, sums,
     exponents,
 ):  # fmt: skip
-    """Compute large weights again, from scores in float64; call after `update_softmax`.
-
-    A score of 40 in float32 is off by some 4e-6, and so is its weight, relatively: where few keys have all the
-    weight of a row, more than out may be. A weight times the size of its score is large above SHARE of row_sum.
-    sums (8,) float64 and exponents (8,) float32 are scratch.
-    """
+    """Compute large weights again, from scores in float64; call after `update_softmax`."""
     for lane in range(0, PANEL, LANES):
         before, gain = load(row_sum, lane), splat(_ZERO)
-        size = maximum(magnitude(load(row_max, lane)), splat(LEAST_CAPPED if softcap > 0 else LEAST_SIZE))
-        limit = before * splat(SHARE) / minimum(size, splat(LARGEST_SIZE))
+        limit = before * large_share(load(row_max, lane), softcap)
         if not any_above(load(peak, lane), limit):
             continue
         for at in range(lane, keys * PANEL, PANEL):
             weight = load(scores, at)
             if any_above(weight, limit):
-                _add_products(tile, at // PANEL * pitch, queries, lane, channels, sums)
-                for i in range(LANES):
-                    score = sums[i]
-                    if softcap > 0:
-                        score = softcap * math.tanh(rate * score)
-                    exponents[i] = min(scale_log2 * score - row_max[lane + i], _LARGEST_EXPONENT)
-                sharp = where(weight > limit, exp2(load(exponents, 0)), weight)
+                sharp = sharpen(
+                    weight, limit, tile, at // PANEL * pitch, queries, lane, channels, scale_log2, rate,
+                    softcap, row_max, _ONE, sums, exponents,
+                )  # fmt: skip
                 store(scores, at, sharp)
                 gain = gain + (sharp - weight)
         store(row_sum, lane, before + gain)
