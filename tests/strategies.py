@@ -191,10 +191,17 @@ def large_score_cases(
 
     The scales are no numbers of float32. All rows see all keys: errors of one row hang on luck.
     """
-    (num_heads_q, num_heads_kv), head_dim = draw(st.sampled_from(HEAD_PAIRS)), draw(head_dims() | st.just(128))
+    (num_heads_q, num_heads_kv), head_dim = (
+        draw(st.sampled_from(HEAD_PAIRS)),
+        draw(head_dims() | st.just(128)),
+    )
     seqlen_q, seqlen_k = draw(st.integers(8, 40)), draw(st.sampled_from((1, 2, 3, 4, 6, 10, 20)))
     scale, dtype = draw(st.sampled_from((0.3, 0.7, 1 / 3, np.log(2), 1.1))), draw(st.sampled_from(dtypes))
-    rng, kind, size = np.random.default_rng(draw(SEEDS)), draw(st.sampled_from(keys)), draw(st.sampled_from(largest))
+    rng, kind, size = (
+        np.random.default_rng(draw(SEEDS)),
+        draw(st.sampled_from(keys)),
+        draw(st.sampled_from(largest)),
+    )
     rows = (seqlen_q, num_heads_q), *[(seqlen_k, num_heads_kv)] * 2
     q, k, v = (random_floats(rng, (1, *row, head_dim), FLOATS[2], (-3, 1)).astype(np.float64) for row in rows)
     if kind != "unrelated":

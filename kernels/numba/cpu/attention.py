@@ -10,8 +10,7 @@ from a counter, and the answer does not depend on which thread took which. Scrat
 head_dim 128: 68 KiB of keys and values, 192 KiB of queries and totals, 6 KiB of scores.
 
 Queries are not scaled: scores are, inside the exponent, exp2(scale_log2 * score - row_max), rounded once. In
-float32 the weights that make out are computed again from scores in float64 (`sharpen_softmax`): a score of 40
-is rounded by up to 2e-6, and out with it where few keys have all the weight.
+float32 large weights are computed again from scores in float64 (`sharpen`).
 """
 
 import math
@@ -137,7 +136,9 @@ def attend(
                     hidden = mask_of(place, group, row, rows, key, left, right, first, last)
                 if first.min() > KEYS - 1 or last.max() < 0:
                     continue
-                multiply(keys_tile, pitch, 1, queries[p], channels, CHUNK_OF_ROUGH, scores, padded, rescale, True)
+                multiply(
+                    keys_tile, pitch, 1, queries[p], channels, CHUNK_OF_ROUGH, scores, padded, rescale, True
+                )
                 if softcap > 0:
                     cap(scores, padded, rate, softcap)
                 if hidden or padded < KEYS:
@@ -148,7 +149,9 @@ def attend(
                         scores, padded, keys_tile, pitch, queries[p], channels, scale_log2, rate, softcap,
                         row_max[p], row_sum[p], peak, sums, exponents,
                     )  # fmt: skip
-                multiply(values_tile, 1, pitch, scores, padded, CHUNK_OF_ROUGH, totals[p], width, rescale, False)
+                multiply(
+                    values_tile, 1, pitch, scores, padded, CHUNK_OF_ROUGH, totals[p], width, rescale, False
+                )
         for p in range(panels):
             _write_panel(
                 totals[p], row_max[p], row_sum[p], place, head, group, start + p * PANEL, rows, dtype, line,

@@ -227,8 +227,8 @@ def backward_queries(
                 multiply(keys_tile, pitch, 1, queries[p], channels, CHUNK, scores, padded, ones, True)
                 multiply(values_tile, pitch, 1, above[p], channels, CHUNK, slopes, padded, ones, True)
                 _probabilities(
-                    scores, slopes, padded, hidden or padded < KEYS, first, last, keys_tile, pitch, queries[p],
-                    channels, dtype, factor, rate, softcap, logs[p], dpsum[p], sums, exponents,
+                    scores, slopes, padded, hidden or padded < KEYS, first, last, keys_tile, pitch,
+                    queries[p], channels, dtype, factor, rate, softcap, logs[p], dpsum[p], sums, exponents,
                 )  # fmt: skip
                 multiply(keys_tile, 1, pitch, slopes, padded, KEYS, totals[p], width, ones, False)
         for p in range(panels):

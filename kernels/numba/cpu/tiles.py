@@ -59,11 +59,12 @@ CHUNK_OF_STORED = 16
 """The same for scores of what a cache holds; decoding (`packed`) adds as many."""
 
 SHARE = np.float32(0.5)
-"""A weight of a row, times the size of its score, above this share of the row's is computed again in float32."""
+"""In float32 a weight is large if, times the size of its score, it is above this share of the row's sum."""
 
 LEAST_SIZE, LEAST_CAPPED, LARGEST_SIZE = np.float32(4), np.float32(16), np.float32(31)
-"""Bounds of what counts as the size of a score, in units of log 2. A capped score hides its own. With the largest,
-64 equal keys in a tile are not large: in float32 all have the same error, which cancels unless some lose it."""
+"""Bounds of what counts as the size of a score, in units of log 2. A capped score hides its own. With the
+largest, 64 equal keys of a tile are not large: in float32 all have the same error, which cancels unless some
+lose it."""
 
 LOWEST = np.float32(-1e30)
 """A row_max before any key; finite, so that -inf - row_max is never NaN."""
@@ -273,9 +274,9 @@ def sharpen(
 ):
     """Return weights above `limit` anew, exp2(unit * (factor * score - above)) with a score in float64.
 
-    A score of 40 in float32 is off by some 4e-6, and so is its weight, relatively: where few keys have all the
-    weight of a row, more than out may be. `first` is where the key begins in its tile, `lane` the first of
-    eight rows of a panel, above (PANEL,). sums (8,) float64 and exponents (8,) float32 are scratch.
+    A score of 40 in float32 is off by some 4e-6, and so is its weight, relatively: where few keys have all
+    the weight of a row, more than out may be. `first` is where the key begins in its tile, `lane` the first
+    of eight rows of a panel, above (PANEL,). sums (8,) float64 and exponents (8,) float32 are scratch.
     """
     _add_products(tile, first, queries, lane, channels, sums)
     for i in range(LANES):
