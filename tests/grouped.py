@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+import kvlab
 from kvlab.reference import grouped as reference
 from kvlab.reference.attention import merge_attention as merge_exactly
 from tests.compare import each_sequence, low_precision_attention, low_precision_merge
@@ -60,7 +62,7 @@ class GroupedCase:
         """Outs and lses of the formula in the dtype of q, each prefix cut out."""
         found = []
         for q, rows, prefix in zip(self.q_groups, self.lengths, self.prefixes, strict=True):
-            keys, values = (x[self._seen(prefix)] for x in (self.k, self.v))
+            keys, values = (x[self.seen(prefix)] for x in (self.k, self.v))
             found.append(
                 each_sequence(
                     low_precision_attention, q, keys, values, _bounds(rows), _bounds(prefix),
@@ -80,7 +82,7 @@ class GroupedCase:
         dk, dv = (np.zeros(x.shape, np.float32) for x in (self.k, self.v))
         dq_groups = []
         for dout, q, rows, prefix in zip(douts, self.q_groups, self.lengths, self.prefixes, strict=True):
-            own = self._seen(prefix)
+            own = self.seen(prefix)
             dq, *of_keys = gradients_of_each(
                 low_precision_gradients, dout, q, self.k[own], self.v[own], _bounds(rows), _bounds(prefix),
                 causal=self.causal, scale=self.scale,
@@ -95,8 +97,8 @@ class GroupedCase:
         rng = np.random.default_rng(seed)
         return [random_floats(rng, q.shape, q.dtype, (-3, 1)) for q in self.q_groups]
 
-    def _seen(self, prefix: list[int]) -> NDArray[np.int64]:
-        """Return the rows of k that lie in the prefixes."""
+    def seen(self, prefix: list[int]) -> NDArray[np.int64]:
+        """Return the rows of k that lie in the prefixes of a group."""
         starts = _bounds(self.k_lengths)
         parts = [np.arange(s, s + n) for s, n in zip(starts, prefix, strict=False)]
         return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
@@ -142,6 +144,42 @@ def make_case(
     q = [random_floats(rng, (sum(x), heads[0], head_dim), dtype, (-3, 1)) for x in lengths]
     k, v = (random_floats(rng, (sum(k_lengths), heads[1], head_dim), dtype, (-3, 1)) for _ in "kv")
     return GroupedCase(q, k, v, lengths, prefixes, k_lengths, **options)
+
+
+def normal_case(
+    lengths: list[list[int]], prefixes: list[list[int]], k_lengths: list[int], **options: Any
+) -> GroupedCase:
+    """Fill a call with normal numbers in float16, as published tests of grouped attention do."""
+    case = make_case(lengths, prefixes, k_lengths, **options)
+    rng = np.random.default_rng(0)
+    q, (k, v) = case.q_groups, (case.k, case.v)
+    *q, k, v = (rng.standard_normal(x.shape).astype(np.float16) for x in (*q, k, v))
+    return replace(case, q_groups=q, k=k, v=v)
+
+
+def separate_calls(
+    case: GroupedCase,
+    put: Callable[[Array], Any] = lambda x: x,
+    get: Callable[[Any], Array] = lambda x: np.asarray(x),
+) -> tuple[list[Array], Gradients]:
+    """Return outs, and dq of all groups as one, dk and dv, of one call of `attention_varlen` a group.
+
+    Each call gets its prefixes cut out; `put` brings an array to the device, and `get` one back.
+    """
+    outs, dq_groups = [], []
+    dk, dv = (np.zeros(x.shape, np.float32) for x in (case.k, case.v))
+    for q, dout, rows, prefix in zip(case.q_groups, case.douts(), case.lengths, case.prefixes, strict=True):
+        own = case.seen(prefix)
+        arrays = [put(x) for x in (q, case.k[own], case.v[own])]
+        sequences = put(_bounds(rows)), put(_bounds(prefix)), max(rows), max(prefix)
+        options: dict[str, Any] = {"causal": case.causal, "scale": case.scale}
+        out, lse = kvlab.attention_varlen(*arrays, *sequences, return_lse=True, **options)
+        dq, *of_keys = kvlab.attention_varlen_backward(put(dout), *arrays, out, lse, *sequences, **options)
+        outs.append(get(out))
+        dq_groups.append(get(dq))
+        for total, part in zip((dk, dv), of_keys, strict=True):
+            total[own] += get(part).astype(np.float32)
+    return outs, (np.concatenate(dq_groups), dk, dv)
 
 
 def other_keys(case: GroupedCase, seed: int) -> GroupedCase:

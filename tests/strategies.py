@@ -179,6 +179,40 @@ def varlen_attention_cases(
     return VarlenAttentionCase(q, k, v, draw(attention_options()), cu_seqlens_q, cu_seqlens_k)
 
 
+@st.composite
+def large_score_cases(
+    draw: st.DrawFn,
+    *,
+    dtypes: tuple[np.dtype[Any], ...] = FLOATS,
+    keys: tuple[str, ...] = ("unrelated", "nearly equal", "equal"),
+    largest: tuple[float, ...] = (1, 5, 20, 40, 80),
+) -> AttentionCase:
+    """Draw a call in which few keys, unrelated or equal, have all the weight, and scores up to `largest`.
+
+    The scales are no numbers of float32. All rows see all keys: errors of one row hang on luck.
+    """
+    (num_heads_q, num_heads_kv), head_dim = (
+        draw(st.sampled_from(HEAD_PAIRS)),
+        draw(head_dims() | st.just(128)),
+    )
+    seqlen_q, seqlen_k = draw(st.integers(8, 40)), draw(st.sampled_from((1, 2, 3, 4, 6, 10, 20)))
+    scale, dtype = draw(st.sampled_from((0.3, 0.7, 1 / 3, np.log(2), 1.1))), draw(st.sampled_from(dtypes))
+    rng, kind, size = (
+        np.random.default_rng(draw(SEEDS)),
+        draw(st.sampled_from(keys)),
+        draw(st.sampled_from(largest)),
+    )
+    rows = (seqlen_q, num_heads_q), *[(seqlen_k, num_heads_kv)] * 2
+    q, k, v = (random_floats(rng, (1, *row, head_dim), FLOATS[2], (-3, 1)).astype(np.float64) for row in rows)
+    if kind != "unrelated":
+        spread = 2e-3 if kind == "nearly equal" else 0.0
+        k = k[:, :1] * (1 + spread * rng.standard_normal((1, seqlen_k, num_heads_kv, 1)))
+    repeated = np.repeat(k, num_heads_q // num_heads_kv, axis=2)
+    q *= size / np.abs(scale * np.einsum("bqhd,bkhd->bhqk", q, repeated)).max()
+    options = {"scale": float(scale), "softcap": draw(st.sampled_from((0.0, 0.0, 2.0, 30.0)))}
+    return AttentionCase(*(x.astype(dtype) for x in (q, k, v)), options)
+
+
 def _draw_qkv(
     draw: st.DrawFn, rows_q: tuple[int, ...], rows_k: tuple[int, ...], dtypes: tuple[np.dtype[Any], ...]
 ) -> tuple[Array, Array, Array]:

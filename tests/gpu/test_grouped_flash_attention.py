@@ -16,7 +16,15 @@ from kvlab.ops.cuda import tile_list as tile_list_cuda
 from tests.compare import assert_accurate
 from tests.gpu.attention_cases import DTYPES, poison, to_numpy
 from tests.gradients import assert_gradients
-from tests.grouped import GroupedCase, in_segments, make_case, scenarios, zigzag
+from tests.grouped import (
+    GroupedCase,
+    in_segments,
+    make_case,
+    normal_case,
+    scenarios,
+    separate_calls,
+    zigzag,
+)
 
 
 def on_gpu(x: np.ndarray) -> torch.Tensor:
@@ -161,6 +169,24 @@ def test_gradients_of_many_tiles(head_dim: int) -> None:
             ]  # fmt: skip
             for one, other in zip(*((torch.cat(x[0]), *x[1:]) for x in found), strict=True):
                 assert (one.float() - other.float()).norm() < 3e-3 * one.float().norm()
+
+
+@pytest.mark.parametrize("implementation", ["separate", "listed", "paired"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_float16_against_separate_calls(head_dim: int, implementation: str) -> None:
+    """Outs to 1e-3 and gradients to 1e-2, as the published tests of grouped attention have it."""
+    case = normal_case(
+        [[200, 64]] * 2, [[520, 320], [1000, 400]], [1000, 400], heads=(8, 2), head_dim=head_dim
+    )
+    expected, of_separate = separate_calls(case, on_gpu, to_numpy)
+    outs, lses = attend(case, implementation=implementation)
+    for one, other in zip(outs, expected, strict=True):
+        np.testing.assert_allclose(to_numpy(one), other, rtol=0, atol=1e-3)
+    arrays, own = arguments(case)
+    douts = [on_gpu(x) for x in case.douts()]
+    dq, dk, dv = kvlab.grouped_attention_varlen_backward(douts, *arrays, outs, lses, **own)
+    for one, other in zip((torch.cat(dq), dk, dv), of_separate, strict=True):
+        np.testing.assert_allclose(to_numpy(one), other, rtol=0, atol=1e-2)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -17,6 +17,7 @@ from tests.strategies import (
     AttentionCase,
     VarlenAttentionCase,
     attention_cases,
+    large_score_cases,
     random_floats,
     varlen_attention_cases,
 )
@@ -47,6 +48,17 @@ def test_variable_length_agrees_with_the_reference(backend: str, case: VarlenAtt
     expected, expected_lse = reference.attention_varlen(*case.args, return_lse=True, **case.options)
     arrays = case.args[:5]
     low, low_lse = each_sequence(low_precision_attention, *arrays, **case.options)
+    assert_accurate(out, expected, low)
+    assert_accurate(lse, expected_lse, low_lse, "lse")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(case=large_score_cases())
+def test_few_keys_and_large_scores(backend: str, case: AttentionCase) -> None:
+    """The rounding of a score in float32 would be seen in out: weights of few keys hang on it."""
+    out, lse = attention(case.q, case.k, case.v, return_lse=True, backend=backend, **case.options)
+    expected, expected_lse = reference.attention(case.q, case.k, case.v, return_lse=True, **case.options)
+    low, low_lse = low_precision_attention(case.q, case.k, case.v, **case.options)
     assert_accurate(out, expected, low)
     assert_accurate(lse, expected_lse, low_lse, "lse")
 

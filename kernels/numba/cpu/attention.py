@@ -9,7 +9,8 @@ Panels and tiles are those of cpu/tiles.py. An item of work is 8 panels against 
 from a counter, and the answer does not depend on which thread took which. Scratch memory of a thread at
 head_dim 128: 68 KiB of keys and values, 192 KiB of queries and totals, 6 KiB of scores.
 
-Queries are not scaled: scores are, inside the exponent, exp2(scale_log2 * score - row_max), rounded once.
+Queries are not scaled: scores are, inside the exponent, exp2(scale_log2 * score - row_max), rounded once. In
+float32 large weights are computed again from scores in float64 (`sharpen`).
 """
 
 import math
@@ -17,11 +18,11 @@ import math
 import numpy as np
 from numba import njit, types
 
-from .elements import store_values
+from .elements import FLOAT32, store_values
 from .simd import LANES, helper
 from .softmax import LOG2_E, take_number
 from .tiles import (
-    CHUNK,
+    CHUNK_OF_ROUGH,
     KEYS,
     LOWEST,
     MINUS_INFINITY,
@@ -36,10 +37,9 @@ from .tiles import (
     multiply,
     read_panel,
     read_tile,
+    sharpen_softmax,
     update_softmax,
 )
-
-_ZERO, _ONE = np.float32(0), np.float32(1)
 
 
 @helper
@@ -50,7 +50,7 @@ def _write_panel(
     channels = out16.shape[3] + out32.shape[3]
     for lane in range(min(PANEL, rows - row)):
         position, own = place[1] + (row + lane) // group, head * group + (row + lane) % group
-        factor = _ZERO if row_sum[lane] == 0 else _ONE / row_sum[lane]
+        factor = 0.0 if row_sum[lane] == 0 else 1.0 / np.float64(row_sum[lane])
         for channel in range(channels):
             line[channel] = totals[channel * PANEL + lane] * factor
         store_values(
@@ -103,8 +103,9 @@ def attend(
     queries, totals = np.empty((2, PANELS, width * PANEL), np.float32)
     row_max, row_sum = np.empty((2, PANELS, PANEL), np.float32)
     scores = np.empty(KEYS * PANEL, np.float32)
-    rescale, first, last = np.empty((3, PANEL), np.float32)
+    rescale, peak, first, last = np.empty((4, PANEL), np.float32)
     line, rest = np.empty(width, np.float32), np.empty(LANES, np.uint16)
+    sums, exponents = np.empty(LANES, np.float64), np.empty(LANES, np.float32)
     item = take_number(counter)
     while item < items.shape[0]:
         place, head = places[items[item, 0]], items[item, 1]
@@ -135,13 +136,22 @@ def attend(
                     hidden = mask_of(place, group, row, rows, key, left, right, first, last)
                 if first.min() > KEYS - 1 or last.max() < 0:
                     continue
-                multiply(keys_tile, pitch, 1, queries[p], channels, CHUNK, scores, padded, rescale, True)
+                multiply(
+                    keys_tile, pitch, 1, queries[p], channels, CHUNK_OF_ROUGH, scores, padded, rescale, True
+                )
                 if softcap > 0:
                     cap(scores, padded, rate, softcap)
                 if hidden or padded < KEYS:
                     apply_mask(scores, padded, first, last)
-                update_softmax(scores, padded, scale_log2, row_max[p], row_sum[p], rescale)
-                multiply(values_tile, 1, pitch, scores, padded, KEYS, totals[p], width, rescale, False)
+                update_softmax(scores, padded, scale_log2, row_max[p], row_sum[p], rescale, peak)
+                if dtype == FLOAT32:
+                    sharpen_softmax(
+                        scores, padded, keys_tile, pitch, queries[p], channels, scale_log2, rate, softcap,
+                        row_max[p], row_sum[p], peak, sums, exponents,
+                    )  # fmt: skip
+                multiply(
+                    values_tile, 1, pitch, scores, padded, CHUNK_OF_ROUGH, totals[p], width, rescale, False
+                )
         for p in range(panels):
             _write_panel(
                 totals[p], row_max[p], row_sum[p], place, head, group, start + p * PANEL, rows, dtype, line,

@@ -18,8 +18,8 @@ cpu/tiles.py. Scratch memory of a thread at head_dim 128: 350 KiB in the first p
 import numpy as np
 from numba import njit, types
 
-from .elements import load_values, store_values
-from .simd import LANES, helper, load, splat, store, where
+from .elements import FLOAT32, load_values, store_values
+from .simd import LANES, any_above, helper, load, splat, store, where
 from .softmax import LOG2_E, exp2, take_number
 from .tiles import (
     CHUNK,
@@ -33,10 +33,12 @@ from .tiles import (
     array_type,
     cap,
     fused,
+    large_share,
     mask_of,
     multiply,
     read_panel,
     read_tile,
+    sharpen,
 )
 
 TILES = 4
@@ -49,18 +51,24 @@ _ZERO, _ONE, _INFINITY = np.float32(0), np.float32(1), np.float32(np.inf)
 
 @helper
 def _read_logs(lse, place, head, group, row, rows, logs):
-    """logs (PANEL,) = lse of the rows in units of log 2; +inf, which gives no weight, where there is none."""
+    """logs (PANEL,) = lse of the rows; +inf, which gives no weight, where there is none."""
     for lane in range(PANEL):
         logs[lane] = _INFINITY
         if row + lane < rows:
             position, own = place[1] + (row + lane) // group, head * group + (row + lane) % group
             if lse[place[0], own, position] != MINUS_INFINITY:
-                logs[lane] = lse[place[0], own, position] * LOG2_E
+                logs[lane] = lse[place[0], own, position]
 
 
 @helper
-def _probabilities(scores, slopes, keys, hidden, first, last, scale_log2, rate, softcap, logs, dpsum):
-    """Turn scores into probabilities, and slopes, which hold <dout, v>, into slopes."""
+def _probabilities(
+    scores, slopes, keys, hidden, first, last, tile, pitch, queries, channels, dtype, factor, rate, softcap,
+    logs, dpsum, sums, exponents,
+):  # fmt: skip
+    """Turn scores into probabilities, and slopes, which hold <dout, v>, into slopes.
+
+    In float32 large probabilities are computed again from `tile` and `queries`, see `sharpen`.
+    """
     if softcap > 0:
         cap(scores, keys, rate, softcap)
     if hidden:
@@ -68,10 +76,16 @@ def _probabilities(scores, slopes, keys, hidden, first, last, scale_log2, rate, 
     bent = splat(_ONE / softcap if softcap > 0 else _ZERO)
     for lane in range(0, PANEL, LANES):
         below, delta = splat(_ZERO) - load(logs, lane), load(dpsum, lane)
+        limit = large_share(load(logs, lane) * splat(LOG2_E), softcap)
         for j in range(keys):
             at = j * PANEL + lane
             score = load(scores, at)
-            weight = exp2(fused(score, splat(scale_log2), below))
+            weight = exp2(fused(score, splat(factor), below) * splat(LOG2_E))
+            if dtype == FLOAT32 and any_above(weight, limit):
+                weight = sharpen(
+                    weight, limit, tile, j * pitch, queries, lane, channels, factor, rate, softcap, logs,
+                    LOG2_E, sums, exponents,
+                )  # fmt: skip
             slope = weight * (load(slopes, at) - delta)
             tanh = score * bent
             slope = slope * (splat(_ONE) - tanh * tanh) if softcap > 0 else slope
@@ -167,7 +181,7 @@ _KEYS = types.void(*_COMMON, _ROWS, _ROWS, *_NUMBERS, WRITE, WRITE)
 
 @njit(_QUERIES, error_model="numpy", nogil=True, cache=True)
 def backward_queries(
-    counter, items, places, dout, q, k, v, out, lse, dtype, group, left, right, sign, scale_log2, rate,
+    counter, items, places, dout, q, k, v, out, lse, dtype, group, left, right, sign, factor, rate,
     softcap, scale, delta, dq,
 ):  # fmt: skip
     """First pass: dq, and delta (batch, heads, seqlen) for the second; what one thread does.
@@ -183,6 +197,7 @@ def backward_queries(
     scores, slopes = np.empty((2, KEYS * PANEL), np.float32)
     first, last = np.empty((2, PANEL), np.float32)
     line, other, rest = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(LANES, np.uint16)
+    sums, exponents = np.empty(LANES, np.float64), np.empty(LANES, np.float32)
     ones = np.ones(PANEL, np.float32)
     item = take_number(counter)
     while item < items.shape[0]:
@@ -212,8 +227,8 @@ def backward_queries(
                 multiply(keys_tile, pitch, 1, queries[p], channels, CHUNK, scores, padded, ones, True)
                 multiply(values_tile, pitch, 1, above[p], channels, CHUNK, slopes, padded, ones, True)
                 _probabilities(
-                    scores, slopes, padded, hidden or padded < KEYS, first, last, scale_log2, rate, softcap,
-                    logs[p], dpsum[p],
+                    scores, slopes, padded, hidden or padded < KEYS, first, last, keys_tile, pitch,
+                    queries[p], channels, dtype, factor, rate, softcap, logs[p], dpsum[p], sums, exponents,
                 )  # fmt: skip
                 multiply(keys_tile, 1, pitch, slopes, padded, KEYS, totals[p], width, ones, False)
         for p in range(panels):
@@ -225,7 +240,7 @@ def backward_queries(
 
 @njit(_KEYS, error_model="numpy", nogil=True, cache=True)
 def backward_keys(
-    counter, items, places, dout, q, k, v, lse, delta, dtype, group, left, right, sign, scale_log2, rate,
+    counter, items, places, dout, q, k, v, lse, delta, dtype, group, left, right, sign, factor, rate,
     softcap, scale, dk, dv,
 ):  # fmt: skip
     """Second pass: dk and dv; an item is a sequence, a KV head and a block of TILES * KEYS keys."""
@@ -239,6 +254,7 @@ def backward_keys(
     scores, slopes = np.empty((2, KEYS * PANEL), np.float32)
     logs, dpsum, first, last = np.empty((4, PANEL), np.float32)
     line, rest = np.empty(width, np.float32), np.empty(LANES, np.uint16)
+    sums, exponents = np.empty(LANES, np.float64), np.empty(LANES, np.float32)
     ones = np.ones(PANEL, np.float32)
     item = take_number(counter)
     while item < items.shape[0]:
@@ -272,8 +288,8 @@ def backward_keys(
                 multiply(keys_tiles[t], pitch, 1, queries, channels, CHUNK, scores, padded, ones, True)
                 multiply(values_tiles[t], pitch, 1, above, channels, CHUNK, slopes, padded, ones, True)
                 _probabilities(
-                    scores, slopes, padded, hidden or padded < KEYS, first, last, scale_log2, rate, softcap,
-                    logs, dpsum,
+                    scores, slopes, padded, hidden or padded < KEYS, first, last, keys_tiles[t], pitch,
+                    queries, channels, dtype, factor, rate, softcap, logs, dpsum, sums, exponents,
                 )  # fmt: skip
                 _add_rows(scores, padded, above_squares, blocks, ones, values_totals[t])
                 _add_rows(slopes, padded, query_squares, blocks, ones, keys_totals[t])

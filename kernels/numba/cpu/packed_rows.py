@@ -198,7 +198,7 @@ def _attend_range(
     """
     query_coded, query_raw, first_visible = queries
     rung, _, _, base = table
-    keys, values, scores, steps, by_slot, rescale, square, records, codes_v, used = scratch
+    keys, values, scores, steps, by_slot, rescale, peak, square, records, codes_v, used = scratch
     row_max, row_sum = result
     panels, head_dim = totals.shape[0], totals.shape[1] // PANEL
     oldest, hides = first_visible[0, 0], first_visible[panels - 1, PANEL - 1] > 0
@@ -244,7 +244,7 @@ def _attend_range(
             if hides:
                 _mask_window(scores, records, layout[POSITIONS], own_base, used, first_visible[panel])
             _keep(scores, panel * PANEL - first_saved, saved[quad], square)
-            update_softmax(scores, SLOTS, LOG2_E, row_max[rows], row_sum[rows], rescale)
+            update_softmax(scores, SLOTS, LOG2_E, row_max[rows], row_sum[rows], rescale, peak)
             multiply(
                 values, SLOTS + PADDING, 1, scores, SLOTS, SLOTS, totals[panel], head_dim, rescale, False
             )
@@ -272,6 +272,7 @@ def attend_rows(counter, queries, table, layouts, softcap, saved, first_saved, r
         np.empty(SLOTS * PANEL, np.float32),
         np.empty(PAGE, np.float32),
         np.empty(PAGE, np.float32),
+        np.empty(PANEL, np.float32),
         np.empty(PANEL, np.float32),
         np.empty(LANES * LANES, np.float32),
         np.empty(QUAD, np.int64),

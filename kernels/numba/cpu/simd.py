@@ -300,6 +300,17 @@ def where(typing_context, condition, a, b):
 
 
 @intrinsic
+def any_above(typing_context, a, b):
+    """Say whether a > b in any lane."""
+
+    def generate(context, builder, signature, arguments):
+        mask = builder.bitcast(builder.fcmp_ordered(">", *arguments), ir.IntType(LANES))
+        return builder.icmp_unsigned("!=", mask, mask.type(0))
+
+    return types.boolean(float32x8, float32x8), generate
+
+
+@intrinsic
 def larger_magnitude(typing_context, bits, value):
     """Return the larger of bits and |value|, compared as integers: an infinity or a NaN wins for good."""
 

@@ -15,6 +15,7 @@ import math
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .elements import load_values
@@ -23,15 +24,18 @@ from .simd import (
     F32X8,
     I32X8,
     LANES,
+    any_above,
     float32x8,
     helper,
     load,
+    load_unaligned,
     magnitude,
     maximum,
     minimum,
     pointer_to,
     splat,
     store,
+    store_unaligned,
     where,
 )
 from .softmax import exp2
@@ -48,13 +52,25 @@ CHUNK = 8
 """Products that are added one to the other in a score. A score may be much smaller than the sums on the way
 to it; with 32 its error was up to four times that of a dot product in vectors."""
 
+CHUNK_OF_ROUGH = 32
+"""The same where `sharpen_softmax` computes large weights again, and for sums of weighted values."""
+
 CHUNK_OF_STORED = 16
 """The same for scores of what a cache holds; decoding (`packed`) adds as many."""
+
+SHARE = np.float32(0.5)
+"""In float32 a weight is large if, times the size of its score, it is above this share of the row's sum."""
+
+LEAST_SIZE, LEAST_CAPPED, LARGEST_SIZE = np.float32(4), np.float32(16), np.float32(31)
+"""Bounds of what counts as the size of a score, in units of log 2. A capped score hides its own. With the
+largest, 64 equal keys of a tile are not large: in float32 all have the same error, which cancels unless some
+lose it."""
 
 LOWEST = np.float32(-1e30)
 """A row_max before any key; finite, so that -inf - row_max is never NaN."""
 
 MINUS_INFINITY = np.float32(-np.inf)
+_LARGEST_EXPONENT = 64.0
 _ZERO, _ONE, _TWO = np.float32(0), np.float32(1), np.float32(2)
 
 # tanh(x) = x + x^3 P(x^2) for |x| <= 0.625, the polynomial of the Cephes library.
@@ -179,11 +195,11 @@ def apply_mask(scores, keys, first, last):
 
 
 @helper
-def update_softmax(scores, keys, scale_log2, row_max, row_sum, rescale):
+def update_softmax(scores, keys, scale_log2, row_max, row_sum, rescale, peak):
     """Turn scores into weights exp2(scale_log2 * score - row_max), raise row_max; older sums times `rescale`.
 
     row_max is a rounded product with scale_log2: all that is relative to it is relative to one number.
-    keys is a multiple of 4.
+    keys is a multiple of 4. peak (PANEL,) is the largest weight of each row.
     """
     for lane in range(0, PANEL, LANES):
         best = load(scores, lane)
@@ -192,6 +208,7 @@ def update_softmax(scores, keys, scale_log2, row_max, row_sum, rescale):
         before = load(row_max, lane)
         new_max = maximum(best * splat(scale_log2), before)
         below = splat(_ZERO) - new_max
+        store(peak, lane, exp2(fused(best, splat(scale_log2), below)))
         lost = exp2(before - new_max)
         total = load(row_sum, lane) * lost
         for first in range(0, keys, 4):
@@ -204,6 +221,93 @@ def update_softmax(scores, keys, scale_log2, row_max, row_sum, rescale):
         store(row_max, lane, new_max)
         store(row_sum, lane, total)
         store(rescale, lane, lost)
+
+
+@intrinsic
+def _add_products(typing_context, row, first, panel, lane, depth, sums):
+    """sums (8,) = row[first + k] * panel[k * PANEL + lane + i], summed over k < depth in float64.
+
+    Two sums, of even k and of odd ones, so that an addition does not wait for the one before.
+    """
+
+    def generate(context, builder, signature, arguments):
+        row, first, panel, lane, depth, sums = arguments
+        row_type, _, panel_type, _, _, sums_type = signature.args
+        vector, one = ir.VectorType(ir.DoubleType(), LANES), depth.type(1)
+        kind = ir.FunctionType(vector, [vector] * 3)
+        multiply_double = builder.module.declare_intrinsic("llvm.fmuladd.v8f64", (), kind)
+        totals = [cgutils.alloca_once_value(builder, ir.Constant(vector, [0.0] * LANES)) for _ in range(2)]
+
+        def add(k, total):
+            source = pointer_to(context, builder, row_type, row, builder.add(first, k), ir.FloatType())
+            factor = builder.fpext(builder.load(source), ir.DoubleType())
+            factor = builder.insert_element(ir.Constant(vector, ir.Undefined), factor, ir.IntType(32)(0))
+            factor = builder.shuffle_vector(factor, factor, ir.Constant(I32X8, [0] * LANES))
+            at = builder.add(builder.mul(k, k.type(PANEL)), lane)
+            of_rows = load_unaligned(builder, pointer_to(context, builder, panel_type, panel, at, F32X8))
+            operands = [factor, builder.fpext(of_rows, vector), builder.load(total)]
+            builder.store(builder.call(multiply_double, operands), total)
+
+        with cgutils.for_range(builder, builder.lshr(depth, one)) as loop:
+            even = builder.shl(loop.index, one)
+            add(even, totals[0])
+            add(builder.or_(even, one), totals[1])
+        with builder.if_then(builder.trunc(depth, ir.IntType(1))):
+            add(builder.sub(depth, one), totals[0])
+        target = pointer_to(context, builder, sums_type, sums, ir.IntType(64)(0), vector)
+        store_unaligned(builder, builder.fadd(*map(builder.load, totals)), target)
+        return context.get_dummy_value()
+
+    return types.void(row, types.intp, panel, types.intp, types.intp, sums), generate
+
+
+@helper
+def large_share(size, softcap):
+    """The share of a row's weight above which a weight is large; size: that of the row's scores, in log 2."""
+    size = maximum(magnitude(size), splat(LEAST_CAPPED if softcap > 0 else LEAST_SIZE))
+    return splat(SHARE) / minimum(size, splat(LARGEST_SIZE))
+
+
+@helper
+def sharpen(
+    weight, limit, tile, first, queries, lane, channels, factor, rate, softcap, above, unit, sums, exponents
+):
+    """Return weights above `limit` anew, exp2(unit * (factor * score - above)) with a score in float64.
+
+    A score of 40 in float32 is off by some 4e-6, and so is its weight, relatively: where few keys have all
+    the weight of a row, more than out may be. `first` is where the key begins in its tile, `lane` the first
+    of eight rows of a panel, above (PANEL,). sums (8,) float64 and exponents (8,) float32 are scratch.
+    """
+    _add_products(tile, first, queries, lane, channels, sums)
+    for i in range(LANES):
+        score = sums[i]
+        if softcap > 0:
+            score = softcap * math.tanh(rate * score)
+        exponents[i] = min(unit * (factor * score - above[lane + i]), _LARGEST_EXPONENT)
+    return where(weight > limit, exp2(load(exponents, 0)), weight)
+
+
+@helper
+def sharpen_softmax(
+    scores, keys, tile, pitch, queries, channels, scale_log2, rate, softcap, row_max, row_sum, peak, sums,
+    exponents,
+):  # fmt: skip
+    """Compute large weights again, from scores in float64; call after `update_softmax`."""
+    for lane in range(0, PANEL, LANES):
+        before, gain = load(row_sum, lane), splat(_ZERO)
+        limit = before * large_share(load(row_max, lane), softcap)
+        if not any_above(load(peak, lane), limit):
+            continue
+        for at in range(lane, keys * PANEL, PANEL):
+            weight = load(scores, at)
+            if any_above(weight, limit):
+                sharp = sharpen(
+                    weight, limit, tile, at // PANEL * pitch, queries, lane, channels, scale_log2, rate,
+                    softcap, row_max, _ONE, sums, exponents,
+                )  # fmt: skip
+                store(scores, at, sharp)
+                gain = gain + (sharp - weight)
+        store(row_sum, lane, before + gain)
 
 
 @helper

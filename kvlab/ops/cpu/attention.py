@@ -123,22 +123,23 @@ def attend_places(
     run_parallel(
         kernels.attend, np.zeros(1, np.int64),
         items_of(places[:, 2] * group, kv_heads, kernels.PANELS * kernels.PANEL), places, limits,
-        *map(split_by_width, views[:3]), views.dtype_code, group, *score_numbers(scores),
+        *map(split_by_width, views[:3]), views.dtype_code, group, *score_numbers(scores, kernels.LOG2_E),
         split_by_width(out), lse, alone=alone,
     )  # fmt: skip
     return out, lse
 
 
-def score_numbers(scores: Scores) -> tuple[Any, ...]:
-    """Return what kernels take of `scores`: left, right, sign, scale_log2, rate, softcap."""
-    from kvlab.numba_kernels.cpu.softmax import LOG2_E
+def score_numbers(scores: Scores, unit: float = 1) -> tuple[Any, ...]:
+    """Return what kernels take of `scores`: left, right, sign, factor, rate, softcap.
 
+    The factor brings products of q and k, or capped scores, to natural scores times `unit`.
+    """
     # A scale of 0 becomes one that no score is seen with, so that hidden keys, at -inf, stay hidden.
     scale = max(abs(scores.scale), 1e-37)
-    scale_log2 = LOG2_E if scores.softcap else scale * LOG2_E
+    factor = unit if scores.softcap else scale * unit
     rate = scale / scores.softcap if scores.softcap else 1.0
     left, right = (_FAR if side < 0 else side for side in (scores.left, scores.right))
-    return left, right, *map(np.float32, (math.copysign(1, scores.scale), scale_log2, rate, scores.softcap))
+    return left, right, *map(np.float32, (math.copysign(1, scores.scale), factor, rate, scores.softcap))
 
 
 def worth_sharing(views: Views, products: int) -> bool:
