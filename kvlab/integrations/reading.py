@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
-from kvlab.arguments import whole_number
+from kvlab.arguments import LONGEST, whole_number
 from kvlab.errors import needs_extra
 from kvlab.integrations.quantized import cache_maker, quantized
 
@@ -261,7 +261,9 @@ def check_ids(model: Any, ids: Any, mask: Any) -> torch.Tensor | None:
             f"ids has shape {tuple(ids.shape)}; it must be (batch, tokens), both at least 1: ids[None] makes "
             f"a batch of one row"
         )
-    vocabulary, least, most = model.get_input_embeddings().num_embeddings, int(ids.min()), int(ids.max())
+    # What is no model of transformers is refused where it is read.
+    embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    vocabulary, least, most = getattr(embeddings, "num_embeddings", LONGEST), int(ids.min()), int(ids.max())
     if least < 0 or most >= vocabulary:
         raise ValueError(
             f"ids names token {least if least < 0 else most}; the model's vocabulary has {vocabulary}, "
