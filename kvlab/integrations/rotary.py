@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-__all__ = ["KNOWN", "rotary_of"]
+__all__ = ["KNOWN", "head_dim_of", "rotary_of"]
 
 KNOWN = (
     "gemma", "gemma2", "gemma3_text", "gpt_neox", "granite", "llama", "mistral", "mixtral", "olmo2", "phi",
@@ -40,12 +40,16 @@ def rotary_of(config: Any, layers: Iterable[int]) -> tuple[tuple[float, ...], ..
     return found[0] if len(set(found)) == 1 else tuple(found) or None
 
 
+def head_dim_of(config: Any) -> int:
+    """Channels of a head, which not every configuration names."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
 def _angles(config: Any, parameters: dict[str, Any], layer_type: str | None) -> tuple[float, ...]:
     """The angles of one layer."""
     kind = parameters.get("rope_type", "default")
     if kind != "default":
         angles, _ = ROPE_INIT_FUNCTIONS[kind](config, "cpu", layer_type=layer_type)
         return tuple(map(float, angles))
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    turning = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    turning = int(head_dim_of(config) * parameters.get("partial_rotary_factor", 1.0))
     return tuple(parameters["rope_theta"] ** (-i / turning) for i in range(0, turning, 2))

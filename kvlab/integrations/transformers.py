@@ -27,7 +27,7 @@ with needs_extra("hf", "kvlab.integrations.transformers"):
     from kvlab.integrations.cache_bytes import layer_nbytes
     from kvlab.integrations.packed_attention import register
     from kvlab.integrations.packed_layer import ATTENTION, PackedLayer, SharedCache
-    from kvlab.integrations.rotary import KNOWN, rotary_of
+    from kvlab.integrations.rotary import KNOWN, head_dim_of, rotary_of
 
 __all__ = ["ATTENTION", "KVLabCache", "register"]
 
@@ -344,11 +344,11 @@ def _window_of(text: Any, place: int, layer: Any) -> int | None:
 
 def _geometry_of(text: Any) -> dict[str, int]:
     """Heads and their dimension, as far as a configuration says them, by the names that a cache has."""
-    heads, head_dim = getattr(text, "num_attention_heads", None), getattr(text, "head_dim", None)
-    if head_dim is None and text.model_type in KNOWN:
-        head_dim = text.hidden_size // heads
-    heads_kv = getattr(text, "num_key_value_heads", None)
-    found = {"num_heads_q": heads, "num_heads_kv": heads_kv, "head_dim": head_dim}
+    found = {
+        "num_heads_q": getattr(text, "num_attention_heads", None),
+        "num_heads_kv": getattr(text, "num_key_value_heads", None),
+        "head_dim": head_dim_of(text) if text.model_type in KNOWN else getattr(text, "head_dim", None),
+    }
     return {name: value for name, value in found.items() if isinstance(value, int)}
 
 
