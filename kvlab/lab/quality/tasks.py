@@ -54,43 +54,42 @@ def run_tasks(
 ) -> dict[str, Figures]:
     """Measure caches by tasks.
 
-        Parameters
-        ----------
-        subject : Subject
-        cases : sequence of Case
-        tasks : sequence of str
-            Of `TASKS`.
-        length : int
-            Tokens of a prompt or of a text that is asked about.
-        scored : int
-            Tokens behind it.
-        windows : int
-            Number of texts.
-        bits : widths
-            Of the caches that "equal-bytes" sets beside opponents.
-        progress : callable
-            Called with the name of a cache after each of its texts.
+    Parameters
+    ----------
+    subject : Subject
+    cases : sequence of Case
+    tasks : sequence of str
+        Of `TASKS`.
+    length : int
+        Tokens of a prompt or of a text that is asked about.
+    scored : int
+        Tokens behind it.
+    windows : int
+        Number of texts.
+    bits : widths
+        Of the caches that "equal-bytes" sets beside opponents.
+    progress : callable
+        Called with the name of a cache after each of its texts.
 
-        Returns
-        -------
-        dict
-            By task, then by cache: figures.
+    Returns
+    -------
+    dict
+        By task, then by cache: figures.
 
-        Raises
-        ------
-        ValueError
-            If a task is not known, or the text too short.
+    Raises
+    ------
+    ValueError
+        If a task is not known, or the text too short.
 
-        Examples
-        --------
-        >>> from kvlab.integrations.rotary import head_dim_of
-    from kvlab.lab.quality.cases import held
-        >>> from kvlab.lab.quality.model import tiny_llama
-        >>> subject = tiny_llama()
-        >>> cases = held(subject.model.config, [0.5])
-        >>> found = run_tasks(subject, cases, ["single"], length=64, scored=8, windows=1)
-        >>> 0 < found["single"]["held 0.5"]["kl"] < 1
-        True
+    Examples
+    --------
+    >>> from kvlab.lab.quality.cases import held
+    >>> from kvlab.lab.quality.model import tiny_llama
+    >>> subject = tiny_llama()
+    >>> cases = held(subject.model.config, [0.5])
+    >>> found = run_tasks(subject, cases, ["single"], length=64, scored=8, windows=1)
+    >>> 0 < found["single"]["held 0.5"]["kl"] < 1
+    True
     """
     if unknown := [task for task in tasks if task not in TASKS]:
         raise ValueError(f"tasks: {', '.join(unknown)} not known; supported are {', '.join(TASKS)}")
