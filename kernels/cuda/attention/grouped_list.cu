@@ -219,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_grouped_list(const __
     }
 
     // The first counter behind which there are no more than the last tiles.
-    int split_from = THREADS, room = 0;  // room: tiles that the section has place for in the list
+    int split_from = THREADS, max_tiles = 0;  // of the section in the list
     if (call.last) {
         for_items(m, first, last, tiles, [&](int b, int tile) {
             const int keys = most_keys_of(call, b, entries_of(b, tile));
@@ -228,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_grouped_list(const __
         });
         const int longer = scan(m.counters[threadIdx.x], m.sums);
         split_from -= __syncthreads_count(m.sums[32] - longer <= call.last);
-        room = m.sums[32] + call.last * (LAST_PARTS - 1);
+        max_tiles = m.sums[32] + call.last * (LAST_PARTS - 1);
         m.counters[threadIdx.x] = 0;
         __syncthreads();  // counters are 0 again
     }
@@ -252,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_grouped_list(const __
     });
 
     const int longer = scan(m.counters[threadIdx.x], m.sums);
-    const int written = tiles_before + m.sums[32], behind = max(written, tiles_before + room);
+    const int written = tiles_before + m.sums[32], behind = max(written, tiles_before + max_tiles);
     if (threadIdx.x == 0 && blockIdx.x + 1 == gridDim.x) {
         call.list->num_tiles = min(behind, call.capacity);
         call.list->semaphore = 0;

@@ -143,8 +143,8 @@ struct Plan {
         if (found && is_compact(g)) {
             int before = 0;
             for (int lower = 0; lower < level; ++lower) before += PAGE * chunks[lower];
-            const int most = run(g, c).w;
-            found = min(before + found, most) - min(before, most);
+            const int movable = run(g, c).w;
+            found = min(before + found, movable) - min(before, movable);
         }
         return c == s.num_rungs && r == c - 1 ? found + left_over(g, c) : found;
     }
