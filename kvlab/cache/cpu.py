@@ -63,10 +63,10 @@ class CpuKernels:
     # ---- plans ---------------------------------------------------------------------------------------------
 
     def make_workspace(
-        self, shape: PlanShape, layers: int, most_new_pages: int, most_dropped: int
+        self, shape: PlanShape, layers: int, max_new_pages: int, max_dropped: int
     ) -> plan.Workspace:
         """Where plans leave their moves."""
-        return plan.Workspace(shape, layers, most_new_pages, most_dropped)
+        return plan.Workspace(shape, layers, max_new_pages, max_dropped)
 
     def launch_plan(
         self, first: int, layers: int, workspace: plan.Workspace, ladder: Ladder, stream: int, **rules: Any

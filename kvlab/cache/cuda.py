@@ -56,10 +56,10 @@ class GpuKernels:
     # ---- plans ---------------------------------------------------------------------------------------------
 
     def make_workspace(
-        self, shape: PlanShape, layers: int, most_new_pages: int, most_dropped: int
+        self, shape: PlanShape, layers: int, max_new_pages: int, max_dropped: int
     ) -> plan.Workspace:
         """Memory for plans; see `kvlab.ops.cuda.plan.make_workspace`."""
-        return plan.make_workspace(self.store.like, shape, layers, most_new_pages, most_dropped)
+        return plan.make_workspace(self.store.like, shape, layers, max_new_pages, max_dropped)
 
     def launch_plan(
         self, first: int, layers: int, workspace: plan.Workspace, ladder: Ladder, stream: int,

@@ -161,14 +161,16 @@ class StepCalls:
         The first query stands `after` tokens behind the stored ones. The next call for as many queries gives
         the same arrays again, until `forget`.
         """
-        num_new, most, executor = view.shape[1], self.max_query_tokens, self._executor
-        if num_new > most > 0:
+        num_new, max_tokens, executor = view.shape[1], self.max_query_tokens, self._executor
+        if num_new > max_tokens > 0:
             out, lse = (
                 executor.empty(view.shape, view.dtype, q),
                 executor.empty((view.shape[0], view.shape[2], num_new), "float32", q),
             )
-            for end in range((num_new - 1) % most + 1, num_new + 1, most):  # the last part is a whole one
-                part = slice(max(end - most, 0), end)
+            for end in range(
+                (num_new - 1) % max_tokens + 1, num_new + 1, max_tokens
+            ):  # the last part is a whole one
+                part = slice(max(end - max_tokens, 0), end)
                 of_part, last = q[:, part], kept if end == num_new else 0
                 own = executor.view(of_part, "q"), scale, softcap, last, after + part.start
                 found = self.attend(layer, of_part, *own)

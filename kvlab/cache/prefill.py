@@ -245,9 +245,9 @@ def _observed_rows(cache: DeviceCache, num_new: int) -> tuple[slice, bool]:
     """Query rows of a prefill that are observed, and whether these are its last ones without a gap."""
     last = min(num_new, MAX_TOKENS)
     nbytes = math.prod(cache.collector.shape(last)) // last
-    most = min(max(MIN_ROWS, MAX_SCORE_NBYTES // max(nbytes, 1)), cache.calls.max_query_tokens)
-    apart = -(-last // max(min(last, most), 1))
-    return slice(num_new - 1 - (last - 1) // apart * apart, num_new, apart), apart == 1
+    max_rows = min(max(MIN_ROWS, MAX_SCORE_NBYTES // max(nbytes, 1)), cache.calls.max_query_tokens)
+    stride = -(-last // max(min(last, max_rows), 1))
+    return slice(num_new - 1 - (last - 1) // stride * stride, num_new, stride), stride == 1
 
 
 def _score_stored(cache: DeviceCache, layer: int, scores: Any, lse: Any, num_new: int, stream: int) -> None:

@@ -281,9 +281,11 @@ class DeviceStore:
         to_host = self.executor.to_host
         arena = to_host(self.arenas[layer]).reshape(-1, UNIT)
         frame = {name: to_host(self.tables[name][layer]) for name in ("num_pages", *FRAME)}
-        most, num_pages = int(frame["num_pages"].max(initial=0)), frame["num_pages"][..., None]
-        tables = {name: to_host(self.tables[name][layer])[..., :most].view(x) for name, x in names.items()}
-        held = np.arange(most) < num_pages
+        max_pages, num_pages = int(frame["num_pages"].max(initial=0)), frame["num_pages"][..., None]
+        tables = {
+            name: to_host(self.tables[name][layer])[..., :max_pages].view(x) for name, x in names.items()
+        }
+        held = np.arange(max_pages) < num_pages
         full = held & (tables["count"] > 0)
         index = np.full(full.shape, NO_PAGE, np.uint32)
         ladder = self.stores[layer].layouts

@@ -102,10 +102,10 @@ def is_aligned(view: CudaView) -> bool:
 
 def can_be_mapped(view: CudaView) -> bool:
     """Whether tensor copies can read an array of aligned rows."""
-    farthest = [_WRAP if len(view.shape) == 3 else 1 << 40, 1 << 40, 1 << 40, 1 << 40]
+    limits = [_WRAP if len(view.shape) == 3 else 1 << 40, 1 << 40, 1 << 40, 1 << 40]
     return 0 not in view.shape and all(
-        0 < 2 * step < most
-        for step, size, most in zip(view.strides, view.shape, farthest, strict=False)
+        0 < 2 * step < limit
+        for step, size, limit in zip(view.strides, view.shape, limits, strict=False)
         if size > 1
     )
 

@@ -426,7 +426,7 @@ __device__ void cut_down(const Plan& p, int slabs) {
     }
     for (int r = 0; r < rungs; ++r) {
         const int of_slabs = (p.s.slab_count[r] + slabs) * (int)p.s.rungs[r].per_slab - p.s.used[r];
-        int left = min(of_slabs, p.call.most_new_pages / rungs), all;
+        int left = min(of_slabs, p.call.max_new_pages / rungs), all;
         for (int first = 0; first < p.groups; first += ALLOCATE_THREADS) {
             const int g = first + threadIdx.x, level = r + p.s.evicts;
             int wanted = 0;
@@ -457,7 +457,7 @@ extern "C" __global__ void __launch_bounds__(ALLOCATE_THREADS)
         new_pages += all;
         slabs += slabs_for(p, r, all);
     }
-    if (new_pages > call.most_new_pages || slabs > num_free) {
+    if (new_pages > call.max_new_pages || slabs > num_free) {
         if (threadIdx.x == 0) atomicOr(p.s.status, RETRY);
         cut_down(p, num_free / rungs);
     }
@@ -509,7 +509,7 @@ extern "C" __global__ void __launch_bounds__(ALLOCATE_THREADS)
         p.s.num_free[0] = num_free - slabs_taken;
         head->num_groups[0] = listed;
         head->reserved = 0, head->tables = 0;
-        call.begins[0][(u64)p.layer * (call.most_new_pages + 1) + listed] = moves;
+        call.begins[0][(u64)p.layer * (call.max_new_pages + 1) + listed] = moves;
     }
 }
 

@@ -66,21 +66,21 @@ def climb(slope, step_cost, target, price, free_bytes):
     """Rungs and free bytes after all steps above the price, then those at it, by page, while they fit."""
     pages, max_steps = slope.shape
     rung = np.zeros(pages, np.int64)
-    taken = np.zeros(pages, np.int64)
+    steps_taken = np.zeros(pages, np.int64)
     for page in range(pages):
-        while taken[page] < max_steps and slope[page, taken[page]] > price:
-            free_bytes -= step_cost[page, taken[page]]
-            rung[page] = target[page, taken[page]]
-            taken[page] += 1
+        while steps_taken[page] < max_steps and slope[page, steps_taken[page]] > price:
+            free_bytes -= step_cost[page, steps_taken[page]]
+            rung[page] = target[page, steps_taken[page]]
+            steps_taken[page] += 1
     if price == 0:
         return rung, free_bytes
     for page in range(pages):
-        while taken[page] < max_steps and slope[page, taken[page]] == price:
-            if step_cost[page, taken[page]] > free_bytes:
+        while steps_taken[page] < max_steps and slope[page, steps_taken[page]] == price:
+            if step_cost[page, steps_taken[page]] > free_bytes:
                 return rung, free_bytes
-            free_bytes -= step_cost[page, taken[page]]
-            rung[page] = target[page, taken[page]]
-            taken[page] += 1
+            free_bytes -= step_cost[page, steps_taken[page]]
+            rung[page] = target[page, steps_taken[page]]
+            steps_taken[page] += 1
     return rung, free_bytes
 
 

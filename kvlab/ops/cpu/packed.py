@@ -144,10 +144,10 @@ class _CpuCall(NamedTuple):
             num_bh, *shape
         )
 
-    def splits(self, items: int, most: int, quads_each: int) -> int:
-        """Into how many ranges to cut the quads of a row, so that there are about `most` items of work."""
+    def splits(self, items: int, max_items: int, quads_each: int) -> int:
+        """Into how many ranges to cut the quads of a row, so that there are about `max_items` of work."""
         used = int(self.table[3].max(initial=0)) // QUAD  # the table of a loaded cache is shorter
-        return max(1, min(-(-most // max(items, 1)), used // quads_each))
+        return max(1, min(-(-max_items // max(items, 1)), used // quads_each))
 
 
 def attend(

@@ -177,23 +177,23 @@ class ListedCall:
         of_head = sum((rows[g] + sequences * (tile - 1)) // tile for g in present)
         blocks = max(1, multiprocessors(device) - call.sm_margin)
         units = heads_kv * (group // pack)
-        tiles, fewest = of_head * units, -(-sum(rows) // tile) * units
-        may_split = head_dim <= SPLIT_DIM and tiles <= 2 * blocks and 2 * fewest < 3 * blocks
+        tiles, min_tiles = of_head * units, -(-sum(rows) // tile) * units
+        may_split = head_dim <= SPLIT_DIM and tiles <= 2 * blocks and 2 * min_tiles < 3 * blocks
         self.split_blocks = blocks if may_split else 0
-        pairs, bytes_of_keys = sequences * heads_kv, 4 * k.shape[0] * heads_kv * dim
-        self.sections = 1 if self.split_blocks else num_sections(pairs, bytes_of_keys, tiles, blocks)
-        is_large = bytes_of_keys > SECTION_BYTES * pairs and head_dim <= SPLIT_DIM
+        num_bh, bytes_of_keys = sequences * heads_kv, 4 * k.shape[0] * heads_kv * dim
+        self.sections = 1 if self.split_blocks else num_sections(num_bh, bytes_of_keys, tiles, blocks)
+        is_large = bytes_of_keys > SECTION_BYTES * num_bh and head_dim <= SPLIT_DIM
         self.last_tiles = LAST_TILES if is_large and not self.split_blocks else 0
-        most_parts = 2 * self.split_blocks + self.sections * self.last_tiles * LAST_PARTS
-        self.capacity = tiles + most_parts
+        max_parts = 2 * self.split_blocks + self.sections * self.last_tiles * LAST_PARTS
+        self.capacity = tiles + max_parts
         sizes = (
-            HEAD_BYTES + entries * ENTRY_BYTES * self.capacity, 4 * entries * most_parts, 4 * sequences,
+            HEAD_BYTES + entries * ENTRY_BYTES * self.capacity, 4 * entries * max_parts, 4 * sequences,
             4 * entries * of_head, 32 * tiles,
         )  # fmt: skip
         begins = np.cumsum([0, *(-(-size // 16) * 16 for size in sizes)]).tolist()
         *self._begins, self._parts_begin = begins  # of the list, arrivals, bases, order, tile_parts, parts
         kind = call.kinds[0]
-        bytes_of_parts = 4 * most_parts * entries * 128 * (head_dim // 2 + 4)
+        bytes_of_parts = 4 * max_parts * entries * 128 * (head_dim // 2 + 4)
         self._new_list = allocator(kind, ((begins[5] + bytes_of_parts,), "uint8"))
         total = (sum(rows), heads, dim)
         of_lse = ((heads, sum(rows)), "float32")

@@ -352,7 +352,7 @@ def test_numbers_become_integers_of_sixteen_bits(largest: float, share: float, c
     assert np.isclose(unit * inverse, 1, rtol=1e-6, atol=0)
     numbers = np.float32(largest) * np.array([1, share], np.float32)
     h = np.round((numbers * inverse).astype(np.float64)).astype(int)
-    assert cuda_integers.MOST // 2 <= h[0] <= cuda_integers.MOST
+    assert cuda_integers.MAX_FIXED_POINT // 2 <= h[0] <= cuda_integers.MAX_FIXED_POINT
     pair, word = (
         cuda_integers.pair_of.fn(*(numbers * inverse)),
         sum(code << 8 * i for i, code in enumerate(codes)),
