@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from numpy.typing import NDArray
 
-from kvlab.reference.pages import STEPS
+from kvlab.reference.pages import STEP_SIZES
 from tests.kernels.test_packed_arithmetic import (
     HEAD_DIM,
     ROWS,
@@ -113,7 +113,7 @@ def attend_all(quads: list[Quad], q: Array) -> tuple[Array, Array]:
         start = -((((1 << bits) - 1) * (fixed * left).sum(1, keepdims=True)) >> 1) * weight
         codes = quad.k * weight[:, None] * left
         sums = joined(upper @ codes.T + (start >> 8), lower @ codes.T + (start & 255), 1 << 22)
-        s = sums * (STEPS[quad.k_steps] * (unit / weight.astype(F32)))
+        s = sums * (STEP_SIZES[quad.k_step_sizes] * (unit / weight.astype(F32)))
         s[:, slots >= quad.count] = -np.inf
         top = s.max(1, keepdims=True)
         if (top > row_max + SLACK).any():
@@ -127,7 +127,7 @@ def attend_all(quads: list[Quad], q: Array) -> tuple[Array, Array]:
             )
         p = np.exp2(s - row_max)
         total = total + p.sum(1, keepdims=True)
-        weights = p * np.where(slots < quad.count, STEPS[quad.v_steps], 0)
+        weights = p * np.where(slots < quad.count, STEP_SIZES[quad.v_step_sizes], 0)
         largest = np.maximum(weights.max(1, keepdims=True), F32(2.0**-100))
         one = np.exp2(np.floor(np.log2(largest)) - 15) * F32(65536 / 65535)
         left = np.where(slots % 2, 1, LEFT[bits])
