@@ -319,8 +319,10 @@ def placed_channels(k_order: NDArray[Any]) -> NDArray[Any]:
     array([ 6,  7, 14, 15,  2,  3, 10, 11,  0,  1,  8,  9,  4,  5, 12, 13])
     """
     half = k_order.shape[-1]
-    pairs = k_order.reshape(*k_order.shape[:-1], 4, half // 4)
-    return np.concatenate([pairs, pairs + half], axis=-1).reshape(*k_order.shape[:-1], 2 * half)
+    rows_and_heads = k_order.reshape(*k_order.shape[:-1], 4, half // 4)
+    return np.concatenate([rows_and_heads, rows_and_heads + half], axis=-1).reshape(
+        *k_order.shape[:-1], 2 * half
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -404,7 +406,7 @@ class LayerPages:
             if table.dtype != dtype or table.shape != shape:
                 raise ValueError(f"{name} must be {dtype} {shape}, got {table.dtype} {table.shape}")
 
-        pairs = self.num_pages.shape
+        rows_and_heads = self.num_pages.shape
         frame: dict[str, tuple[Any, ...]] = {
             "k_mean": ("float16", (self.head_dim,), None),
             "k_shift": ("uint8", (self.head_dim // 2,), 0),
@@ -414,8 +416,8 @@ class LayerPages:
         }
         for name, (dtype, own, usual) in frame.items():
             if usual is not None and not getattr(self, name).size:
-                object.__setattr__(self, name, np.full((*pairs, *own), usual, dtype))
-            of_frame, shape = getattr(self, name), (*pairs, *own)
+                object.__setattr__(self, name, np.full((*rows_and_heads, *own), usual, dtype))
+            of_frame, shape = getattr(self, name), (*rows_and_heads, *own)
             if of_frame.dtype != dtype or of_frame.shape != shape:
                 raise ValueError(f"{name} must be {dtype} {shape}, got {of_frame.dtype} {of_frame.shape}")
 

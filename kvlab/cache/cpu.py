@@ -138,11 +138,11 @@ class CpuKernels:
 
     # ---- importance ----------------------------------------------------------------------------------------
 
-    def score_stored(self, first: int, kept: Any, lse: Any, *, stream: int, **options: Any) -> None:
+    def score_stored(self, first: int, saved: Any, lse: Any, *, stream: int, **options: Any) -> None:
         """Update the importance of stored tokens."""
-        numbers = range(first, first + len(kept))
+        numbers = range(first, first + len(saved))
         stored = [self.store.pages(number, waiting=True) for number in numbers]
-        scores.score_stored([self.layers[number] for number in numbers], stored, kept, lse, **options)
+        scores.score_stored([self.layers[number] for number in numbers], stored, saved, lse, **options)
 
     score_new = staticmethod(scores.score_new)
     score_norms = staticmethod(scores.score_norms)

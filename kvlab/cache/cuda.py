@@ -152,9 +152,9 @@ class GpuKernels:
 
     # ---- importance ----------------------------------------------------------------------------------------
 
-    def score_stored(self, first: int, kept: Any, lse: Any, **options: Any) -> None:
+    def score_stored(self, first: int, saved: Any, lse: Any, **options: Any) -> None:
         """Update the importance of stored tokens; options as of `kvlab.ops.cuda.scores.score_stored`."""
-        scores.score_stored(self._states(first), kept, lse, **options)
+        scores.score_stored(self._states(first), saved, lse, **options)
 
     score_new = staticmethod(scores.score_new)
     score_norms = staticmethod(scores.score_norms)

@@ -312,12 +312,12 @@ def _importance_of_rows(
     live, layouts = named_pages(tables), cache.store.layouts(layer)
     index, base = tables["index"].view(np.uint32), tables["base"].view(np.uint16)
     for row in range(cache.store.batch):
-        places, positions = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        offsets, positions = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for head, entry in np.argwhere(live[row]):
             at = row, head, entry
             layout, count = layouts[tables["rung"][at]], int(tables["count"][at])
             start = int(index[at]) * UNIT
             lower = arena[start + layout.positions : start + layout.importance].view("<u2")[:count]
-            places.append(start + layout.importance + np.arange(count))
+            offsets.append(start + layout.importance + np.arange(count))
             positions.append((int(base[at]) << 16) + lower.astype(np.int64))
-        yield np.concatenate(places), np.concatenate(positions)
+        yield np.concatenate(offsets), np.concatenate(positions)

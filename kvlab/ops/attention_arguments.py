@@ -188,7 +188,7 @@ class TensorMaps:
         The argument; see `words_of`.
     *encoders : function
         What `encoder_of` returned for each array.
-    places : sequence of int, optional
+    indices : sequence of int, optional
         Which of the argument's maps is each array's; the first ones if not given.
 
     Attributes
@@ -203,10 +203,10 @@ class TensorMaps:
         self,
         words: memoryview,
         *encoders: Callable[[int], list[int]],
-        places: Sequence[int] | None = None,
+        indices: Sequence[int] | None = None,
     ) -> None:
         self._words, self._encoders = words, encoders
-        self.begins = [MAP_WORDS * place for place in places or range(len(encoders))]
+        self.begins = [MAP_WORDS * index for index in indices or range(len(encoders))]
         self.follow = not encoders
 
     def point_to(self, addresses: Sequence[int]) -> None:

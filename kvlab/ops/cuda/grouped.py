@@ -20,7 +20,7 @@ import numpy as np
 from kvlab.arrays import CudaView
 from kvlab.jit.build import build
 from kvlab.jit.launch import PreparedLaunch, PreparedLaunches, cuda_kernel, load
-from kvlab.jit.structs import ADDRESS, Struct, places_of, words_of
+from kvlab.jit.structs import ADDRESS, Struct, addresses_of, words_of
 from kvlab.ops.array_kinds import allocator, splitter, stream_of
 from kvlab.ops.attention_arguments import (
     MAP_WORDS,
@@ -219,7 +219,7 @@ class ListedCall:
         make_list = cuda_kernel("attention/grouped_list", "make_grouped_list", (), device)
         self._make_list = PreparedLaunches(
             [PreparedLaunch(make_list, (self.sections,), (_LIST_THREADS,), list_argument)],
-            places_of(list_argument, of_list),
+            addresses_of(list_argument, of_list),
         )  # fmt: skip
 
         struct, num_maps = (_MERGING_CALL, _KEY_MAPS + 2) if merges else (_CALL, _KEY_MAPS + 3)
@@ -238,9 +238,9 @@ class ListedCall:
         for i, g in enumerate(present if merges else present[:1]):
             into, lse_head = out, sum(rows)
             if merges:
-                out_place, lse_place = (len(call.names) - at + g for at in (2 * count, count))
-                into, lse_head = call.views[out_place], call.views[lse_place].strides[0]
-                self._given += [out_place, lse_place]
+                out_index, lse_index = (len(call.names) - at + g for at in (2 * count, count))
+                into, lse_head = call.views[out_index], call.views[lse_index].strides[0]
+                self._given += [out_index, lse_index]
             strides = out_strides(f"into[0][{g}]", into) | {"lse_head": lse_head}
             for name, stride in strides.items():
                 of_result[name][i] = stride
@@ -254,8 +254,8 @@ class ListedCall:
         ]
         if not merges:
             encoders.append(encoder_of(out, positions, pack))
-        places = [*range(len(present)), *range(_KEY_MAPS, num_maps)]
-        self._maps = TensorMaps(words_of(argument), *encoders, places=places)
+        indices = [*range(len(present)), *range(_KEY_MAPS, num_maps)]
+        self._maps = TensorMaps(words_of(argument), *encoders, indices=indices)
         macros = {"HEAD_DIM": head_dim, "BLOCK_N": block_n, "GROUPS": entries, "Q_SLOTS": q_slots}
         macros |= {"BF16": int(first.dtype == "bfloat16"), "SOFTCAP": 0, "QUERY_GROUPS": MAX_GROUPS}
         macros |= {"MERGE": 1} if merges else {}
@@ -267,14 +267,14 @@ class ListedCall:
         names = ("parts", "arrivals", "list", "semaphore", *["segments"] * (call.segment_len is not None))
         words = [*self._maps.begins, *(first_word + struct.word(name) for name in names)]
         words += words_of_results
-        self._attend = PreparedLaunches([attend], places_of(argument, words))
+        self._attend = PreparedLaunches([attend], addresses_of(argument, words))
         self._lock = Lock()
 
     def __call__(self, addresses: Sequence[int]) -> tuple[list[Any], list[Any]]:
         """Launch on the current stream of the arrays' library, given their addresses."""
         stream = self._stream()
-        mapped = [addresses[place] for place in self._mapped]
-        given = [addresses[place] for place in self._given]
+        mapped = [addresses[index] for index in self._mapped]
+        given = [addresses[index] for index in self._given]
         if self._new:
             (out, *lse), (out_at, *lse_at) = self._new()
             mapped.append(out_at)
@@ -294,7 +294,7 @@ class ListedCall:
     def _launch_list(self, addresses: Sequence[int], stream: int) -> tuple[Any, int]:
         """Make a list on a stream, in new memory that begins with it and ends with the workspace of parts."""
         (made,), (at,) = self._new_list()
-        lengths = [addresses[place] for place in self._lengths]
+        lengths = [addresses[index] for index in self._lengths]
         self._make_list.write(stream, *lengths, *[at + begin for begin in self._begins])
         self._make_list.run()
         return made, at

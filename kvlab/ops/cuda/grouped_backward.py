@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvlab.jit.launch import PreparedLaunch, PreparedLaunches
-from kvlab.jit.structs import ADDRESS, TENSOR, Struct, places_of, words_of
+from kvlab.jit.structs import ADDRESS, TENSOR, Struct, addresses_of, words_of
 from kvlab.ops.array_kinds import Kind, allocator, splitter, stream_of, view_of
 from kvlab.ops.attention_arguments import (
     MAP_WORDS,
@@ -219,7 +219,7 @@ class ListedCall:
         each = range(len(present))
         self._maps = TensorMaps(
             words_of(argument), *of_rows[0], encoder_of(k, plan.keys), encoder_of(v, plan.keys), *of_rows[1],
-            places=[*each, max_groups, max_groups + 1, *(max_groups + 2 + i for i in each)],
+            indices=[*each, max_groups, max_groups + 1, *(max_groups + 2 + i for i in each)],
         )  # fmt: skip
 
         # Places of addresses: of the call q, k, v; cu_seqlens, prefixes; of the results dout, out, lse.
@@ -253,9 +253,9 @@ class ListedCall:
             PreparedLaunch(plan.main, (blocks,), (plan.threads,), argument, plan.shared_bytes),
             PreparedLaunch(plan.postprocess, *around),
         )
-        places = places_of(argument, self._maps.begins) + places_of(of_call, [*_NEW_WORDS, *of_groups])
+        written = addresses_of(argument, self._maps.begins) + addresses_of(of_call, [*_NEW_WORDS, *of_groups])
         self._launch_all, *self._launch_one = (
-            PreparedLaunches(some, places) for some in (launches, *([one] for one in launches))
+            PreparedLaunches(some, written) for some in (launches, *([one] for one in launches))
         )
 
     @staticmethod
@@ -305,9 +305,9 @@ class ListedCall:
         workspace: int,
     ) -> None:
         stream = self._stream()
-        cu_q = [addresses[place] for place in self._cu_q]
-        prefixes = [addresses[place] for place in self._prefixes]
-        mapped = [addresses[place] for place in self._mapped] + [results[place] for place in self._douts]
+        cu_q = [addresses[index] for index in self._cu_q]
+        prefixes = [addresses[index] for index in self._prefixes]
+        mapped = [addresses[index] for index in self._mapped] + [results[index] for index in self._douts]
         at, semaphore = 0, 0
         with self._lock:
             if launch in (self._launch_all, self._launch_one[1]):
@@ -315,7 +315,7 @@ class ListedCall:
                 _kept, at, semaphore, _ = self._lists.get(bounds, stream)
             launch.write(
                 stream, *self._maps.first_words(mapped), *gradients, *[workspace + x for x in self._offsets],
-                cu_q[0], addresses[-1], at, semaphore, *[results[place] for place in self._of_groups], *cu_q,
+                cu_q[0], addresses[-1], at, semaphore, *[results[index] for index in self._of_groups], *cu_q,
             )  # fmt: skip
             launch.run()
 

@@ -283,9 +283,9 @@ class AttendCall:
         plan = _plan(layouts, *traits)
         call = np.zeros(1, _CALL.dtype)
         unit = getattr(pages, "unit", 0)  # bytes that `index` counts, if it does not count pages
-        for place, layout, pool in zip(call["rungs"][0], layouts, pages.pools, strict=False):
-            place["pool"], place["record"] = cuda_view(pool, "pages.pools").pointer, unit or layout.nbytes
-            place["bits_k"], place["bits_v"] = width_number(layout.bits_k), layout.bits_v
+        for rung, layout, pool in zip(call["rungs"][0], layouts, pages.pools, strict=False):
+            rung["pool"], rung["record"] = cuda_view(pool, "pages.pools").pointer, unit or layout.nbytes
+            rung["bits_k"], rung["bits_v"] = width_number(layout.bits_k), layout.bits_v
         tables = _TABLES + (_TABLES_OF_BLOCKS if any(layout.in_blocks for layout in layouts) else ())
         arrays = {
             **{name: getattr(pages, name) for name in tables},

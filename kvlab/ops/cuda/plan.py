@@ -133,8 +133,8 @@ def make_workspace(
     call["max_new_pages"], call["max_dropped"], call["held"] = max_new_pages, max_dropped, held
     lists = np.zeros((2, layers), _LIST)
     for phase in range(2):
-        places = (f"moves{phase}", 0), (f"begins{phase}", 0), ("head", 4 * phase), ("copies", 0), ("head", 8)
-        for name, (array, after) in zip(_LIST.names or (), places, strict=True):
+        fields = (f"moves{phase}", 0), (f"begins{phase}", 0), ("head", 4 * phase), ("copies", 0), ("head", 8)
+        for name, (array, after) in zip(_LIST.names or (), fields, strict=True):
             lists[name][phase] = start + offsets[array] + after + np.arange(layers) * sizes[array]
     on_device = to_device(lists.reshape(-1).view(np.uint8), like)
     return Workspace(

@@ -45,7 +45,7 @@ class Runs:
         Rows that each group has of a sequence, and keys of each of its runs.
     first_rows : int array, (groups, sequences)
         Of the rows of a group in q.
-    places : int array, (groups, sequences, max_runs, 2)
+    sources : int array, (groups, sequences, max_runs, 2)
         Of each run that a group sees, first row and rank, or `OWN`; a causal mask ends with the last of them.
     counts : tuple of int
         Runs that each group sees of a sequence.
@@ -53,7 +53,7 @@ class Runs:
 
     lengths: NDArray[np.int32]
     first_rows: NDArray[np.int32]
-    places: NDArray[np.int32]
+    sources: NDArray[np.int32]
     counts: tuple[int, ...]
 
 
@@ -67,11 +67,11 @@ class RunTiling(NamedTuple):
 
 
 def run_table(runs: Runs) -> NDArray[np.int32]:
-    """Return the rows that tiles refer to: the length of a sequence's runs, then their places."""
-    groups, sequences, max_runs, _ = runs.places.shape
+    """Return the rows that tiles refer to: the length of a sequence's runs, then their sources."""
+    groups, sequences, max_runs, _ = runs.sources.shape
     table = np.zeros((groups, sequences, 1 + max_runs, 2), np.int32)
     table[:, :, 0, 0] = runs.lengths
-    table[:, :, 1:] = runs.places
+    table[:, :, 1:] = runs.sources
     return table.reshape(-1, 2)
 
 
@@ -89,13 +89,13 @@ def tiles_of_runs(runs: Runs, heads_kv: int, group: int, tiling: RunTiling) -> N
     --------
     A sequence of which a rank has two chunks of two tokens; the late one sees the early one, too.
 
-    >>> places = np.array([[[[0, OWN], [0, 0]]], [[[0, OWN], [2, OWN]]]], np.int32)
-    >>> runs = Runs(np.array([2]), np.array([[0], [2]]), places, (1, 2))
+    >>> sources = np.array([[[[0, OWN], [0, 0]]], [[[0, OWN], [2, OWN]]]], np.int32)
+    >>> runs = Runs(np.array([2]), np.array([[0], [2]]), sources, (1, 2))
     >>> tiles_of_runs(runs, 1, 1, RunTiling(1, 1, 1, 1))[["q_start", "position", "last_key"]].ravel().tolist()
     [(2, 1, 4), (2, 0, 3), (0, 1, 2), (0, 0, 1)]
     """
     pack, positions, entries, sections = tiling
-    groups, sequences, max_runs, _ = runs.places.shape
+    groups, sequences, max_runs, _ = runs.sources.shape
     counts = -(-np.tile(runs.lengths, groups) // (positions * entries))
     of = np.repeat(np.arange(groups * sequences), counts)  # (group, sequence) of a tile
     first = (np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)) * positions * entries

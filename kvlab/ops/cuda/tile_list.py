@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from kvlab.jit.launch import PreparedLaunch, PreparedLaunches, cuda_kernel
-from kvlab.jit.structs import ADDRESS, Struct, places_of
+from kvlab.jit.structs import ADDRESS, Struct, addresses_of
 from kvlab.ops.array_kinds import Kind, allocator, device_of_kind
 from kvlab.ops.attention_arguments import Lengths
 from kvlab.ops.attention_call import MAX_GROUPS
@@ -215,7 +215,7 @@ class ListBuilder:
         of_groups = [f"{name}{g}" for name in ("cu_rows", "prefix_lens") for g in range(groups or 0)]
         self._launches = PreparedLaunches(
             [PreparedLaunch(kernel, (sections,), (_THREADS,), argument, early=True)],
-            places_of(argument, map(call.word, (*names, *of_groups))),
+            addresses_of(argument, map(call.word, (*names, *of_groups))),
         )
 
     def build(self, address: int, bounds: Sequence[int], stream: int) -> None:
