@@ -222,8 +222,8 @@ def _attend_stored(
     """
     (out, lse), num_new, executor = results, q.shape[1], cache.executor
     rows, whole = _observed_rows(cache, num_new) if collects else (slice(0), False)
-    kept = len(range(num_new)[rows]) if whole else 0
-    stored, stored_lse, scores = cache.calls.attend(layer, q, view, scale, softcap, kept)
+    score_rows = len(range(num_new)[rows]) if whole else 0
+    stored, stored_lse, scores = cache.calls.attend(layer, q, view, scale, softcap, score_rows)
     addresses = [executor.pointer(x) for x in (out, lse, stored, stored_lse)]
     cache.kernels.merge_rows(addresses, tuple(q.shape[:3]), stream)
     if valid is not None:
@@ -231,7 +231,7 @@ def _attend_stored(
     if not collects:
         return None
     total = lse
-    if kept != num_new:
+    if score_rows != num_new:
         some = q[:, rows]  # in a sliding window's layer as if neighbours: that hides no token that stays
         if not whole:
             own = executor.view(some, "q")
