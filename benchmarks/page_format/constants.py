@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.reference.codec import hadamard_matrix
-from kvlab.reference.pages import STEPS, encode, grid_values, rotate
+from kvlab.reference.pages import STEP_SIZES, encode, grid_values, rotate
 
 Floats = NDArray[np.float64]
 
@@ -20,7 +20,7 @@ Floats = NDArray[np.float64]
 def error(x: Floats, bits: int, signs: Floats | float = 1.0) -> float:
     """Of vectors (n, head_dim) that are encoded and decoded."""
     codes, steps = encode(rotate((x * signs).astype(np.float32)), bits)
-    rotated = grid_values(codes, STEPS[steps][:, None], bits).astype(np.float64)
+    rotated = grid_values(codes, STEP_SIZES[steps][:, None], bits).astype(np.float64)
     return float(np.linalg.norm(rotated @ hadamard_matrix(x.shape[1]) * signs - x) / np.linalg.norm(x))
 
 
