@@ -78,8 +78,8 @@ def accelerate(model: Model, *, max_seqlen: int | None = None) -> Iterator[Model
     Raises
     ------
     TypeError, ValueError
-        If an argument is none of those. In `generate`: if a text is too long, its padding is not on the left,
-        or the cache is none that can go on.
+        If an argument is none of those. In `generate`: if tokens are no tensor, a text is too long, its
+        padding is not on the left, or the cache is none that can go on.
     NotImplementedError
         If the engine does not compute the model; the message names the piece. In `generate`: for beams,
         assistants and other settings that a decoder does not have, and more than 16 rows.
@@ -163,6 +163,7 @@ def _decoded_generate(model: Any, decoders: _Decoders, generate: Callable[..., A
     @wraps(generate)
     def decoded_generate(*args: Any, **kwargs: Any) -> Any:
         given = by_name(parameters, args, kwargs)
+        _check_ids(given)
         _refuse_settings(model, given)
         held = given.get("past_key_values")
         if held is None:
@@ -177,6 +178,20 @@ def _decoded_generate(model: Any, decoders: _Decoders, generate: Callable[..., A
             return generate(**{**given, "past_key_values": held})
 
     return decoded_generate
+
+
+def _check_ids(given: dict[str, Any]) -> None:
+    """Name the argument where transformers would miss an attribute of a tensor."""
+    from torch import Tensor
+
+    for name in ("inputs", "input_ids"):
+        ids = given.get(name)
+        if ids is not None and not isinstance(ids, Tensor):
+            raise TypeError(
+                f"{name} is a {type(ids).__name__}; generate of transformers takes a tensor of token "
+                "numbers, (rows, tokens): torch.tensor([ids]), or what a tokenizer gives with "
+                "return_tensors='pt' and, for rows of several lengths, padding_side='left'"
+            )
 
 
 def _refuse_settings(model: Any, given: dict[str, Any]) -> None:
