@@ -1,6 +1,6 @@
 """Relative errors of constant, alternating, shifted and small vectors in the page format, without a kernel.
 
-    python benchmarks/page_format/constants.py
+    python benchmarks/page_format/constants.py OUT.json [--head-dims 64,128,256]
 
 Each pattern by head_dim and width, as the format has it and with fixed signs before the transform; then
 Gaussian vectors of many scales.
@@ -8,13 +8,19 @@ Gaussian vectors of many scales.
 
 from __future__ import annotations
 
+import argparse
+from functools import partial
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlab.lab.benchmark import harness
 from kvlab.reference.codec import hadamard_matrix
 from kvlab.reference.pages import STEPS, encode, grid_values, rotate
 
 Floats = NDArray[np.float64]
+SCALES = (1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1.0, 1e4)
 
 
 def error(x: Floats, bits: int, signs: Floats | float = 1.0) -> float:
@@ -30,22 +36,49 @@ def bent(head_dim: int) -> Floats:
     return 1.0 - 2.0 * (bit[0] & bit[1] ^ bit[2] & bit[3] ^ bit[4] & bit[5] ^ bit[6] & bit[7])
 
 
-def main() -> None:
+def patterns(head_dim: int, name: str, bits: int) -> dict[str, Any]:
+    rng = np.random.default_rng(head_dim)
+    rows, x = hadamard_matrix(head_dim) * np.sqrt(head_dim), rng.standard_normal((400, head_dim))
+    signs = bent(head_dim) if name == "with signs" else 1.0
+    return {
+        "head_dim": head_dim,
+        "signs": name,
+        "bits": bits,
+        "normal": error(x, bits, signs),
+        "ones": error(np.ones((1, head_dim)), bits, signs),
+        "rows_worst": max(error(row[None], bits, signs) for row in rows),
+        "shifted": error(x + 2, bits, signs),
+    }
+
+
+def scales(bits: int) -> dict[str, Any]:
     rng = np.random.default_rng(0)
-    for head_dim in (64, 128, 256):
-        rows, x = hadamard_matrix(head_dim) * np.sqrt(head_dim), rng.standard_normal((400, head_dim))
-        for name, signs in (("now", 1.0), ("with signs", bent(head_dim))):
-            for bits in (8, 4, 3, 2):
-                worst = max(error(row[None], bits, signs) for row in rows)
-                found = [error(x, bits, signs), error(np.ones((1, head_dim)), bits, signs), worst]
-                found.append(error(x + 2, bits, signs))
-                figures = " ".join(f"{figure:.4f}" for figure in found)
-                print(f"head_dim {head_dim} {name} {bits} bits: normal, ones, rows, shifted {figures}")
-    for bits in (8, 4, 2):
-        scales = (1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1.0, 1e4)
-        found = [error(rng.standard_normal((400, 64)) * scale, bits) for scale in scales]
-        print(f"{bits} bits, scales {scales}:", " ".join(f"{figure:.4f}" for figure in found))
+    found = {scale: error(rng.standard_normal((400, 64)) * scale, bits) for scale in SCALES}
+    return {"head_dim": 64, "bits": bits, "by_scale": found}
+
+
+def cases(given: argparse.Namespace) -> list[harness.Case]:
+    return [
+        *(
+            harness.Case(f"patterns, {d} channels, {name}, {bits} bits", partial(patterns, d, name, bits))
+            for d in given.head_dims
+            for name in ("now", "with signs")
+            for bits in (8, 4, 3, 2)
+        ),
+        *(harness.Case(f"scales, {bits} bits", partial(scales, bits)) for bits in (8, 4, 2)),
+    ]
+
+
+def line(row: dict[str, Any]) -> str:
+    figures = row.get("by_scale", row).items()
+    return " ".join(f"{name} {x:.4f}" if isinstance(x, float) else f"{name} {x}" for name, x in figures)
+
+
+def main() -> int:
+    parser = harness.options(__doc__, "cpu")
+    parser.add_argument("--head-dims", type=harness.numbers, default="64,128,256")
+    return harness.run(parser, cases, line)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())
