@@ -1,4 +1,4 @@
-"""Commands of the documentation: every script of benchmarks/ that they name exists and takes the options shown."""
+"""Commands of the documentation: scripts of benchmarks/ that they name exist and take the options shown."""
 
 from __future__ import annotations
 

@@ -149,17 +149,12 @@ def cases(given: argparse.Namespace) -> list[harness.Case]:
     ]
 
 
-def line(row: dict[str, Any]) -> str:
-    times_faster = {name: round(x, 3) for name, x in row.get("x_separate", {}).items()}
-    return f"{row['kind']} {row['case']} {times_faster or row['counted']}"
-
-
 def main() -> int:
     parser = harness.options(__doc__)
     parser.add_argument("--only", choices=("forward", "backward", "bytes"))
     parser.add_argument("--cases", default="", help="only those whose names hold this text")
     parser.add_argument("--sm-margin", type=int, default=0, help="multiprocessors left to others")
-    return harness.run(parser, cases, line)
+    return harness.run(parser, cases)
 
 
 if __name__ == "__main__":

@@ -130,14 +130,10 @@ def cases(given: argparse.Namespace) -> list[harness.Case]:
     return [harness.Case("all calls in turns", partial(measure, given.turns))]
 
 
-def line(row: dict[str, Any]) -> str:
-    return f"{row['threads']:8s}{row['call']:40s}{row['host_us']:8.1f}{row['least_us']:8.1f}"
-
-
 def main() -> int:
     parser = harness.options(__doc__)
     parser.add_argument("--turns", type=int, default=30)
-    return harness.run(parser, cases, line, cudnn=torch.backends.cudnn.version())
+    return harness.run(parser, cases, cudnn=torch.backends.cudnn.version())
 
 
 if __name__ == "__main__":

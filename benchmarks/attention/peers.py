@@ -272,7 +272,12 @@ def measure(case: Case, what: str, others: Others) -> dict[str, Any]:
     timings = time_by_events(calls, repeats=5, each=times, pause=PAUSE_CYCLES)
     found = {name: operations[name] / timing.median / 1e12 for name, timing in timings.items()}
     best = max((x for name, x in found.items() if not name.startswith("kvlab")), default=0.0)
-    return {"case": f"{what} {case.name}", "tflops": found, "best peer": best}
+    return {
+        "case": f"{what} {case.name}",
+        "tflops": found,
+        "best peer": best,
+        "ratio": found["kvlab"] / best if best else None,
+    }
 
 
 def cases(given: argparse.Namespace) -> list[harness.Case]:
@@ -285,19 +290,13 @@ def cases(given: argparse.Namespace) -> list[harness.Case]:
     ]
 
 
-def line(row: dict[str, Any]) -> str:
-    found, best = row["tflops"], row["best peer"]
-    rates = ", ".join(f"{name} {x:.0f}" for name, x in found.items())
-    return f"{row['case']}: {rates} {found['kvlab'] / best:.2f}" if best else f"{row['case']}: {rates} alone"
-
-
 def main() -> int:
     parser = harness.options(__doc__)
     parser.add_argument("--only", choices=WHAT)
     parser.add_argument("--cases", default="", help='only those that contain this, as in "d128 causal"')
     parser.add_argument("--portable", action="store_true", help="time the kernel for other GPUs, too")
     parser.add_argument("--before", type=Path, help="kernels/cuda of another checkout, to time it, too")
-    return harness.run(parser, cases, line, cudnn=torch.backends.cudnn.version())
+    return harness.run(parser, cases, cudnn=torch.backends.cudnn.version())
 
 
 if __name__ == "__main__":

@@ -321,13 +321,6 @@ def cases(given: argparse.Namespace) -> list[harness.Case]:
     ]
 
 
-def line(row: dict[str, Any]) -> str:
-    name, times = f"{row['shape']} {row['ladder']}", ("prefill_us", "decode_us", "collect_us")
-    lines = [f"{name} {key} { {k: round(v, 1) for k, v in row.get(key, {}).items()} }" for key in times]
-    kept = ("collecting", "share", "append_us")
-    return "\n".join([*lines, f"{name} { {k: round(row[k], 4) for k in kept if k in row} }"])
-
-
 def cycles(text: str) -> int:
     number = int(text)
     if number % (2 * PERIOD) != PERIOD or number < 3 * PERIOD:
@@ -340,7 +333,7 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--ladders", nargs="+", choices=LADDERS, default=list(LADDERS))
     parser.add_argument("--cycles", type=cycles, default=20)
-    return harness.run(parser, cases, line)
+    return harness.run(parser, cases)
 
 
 if __name__ == "__main__":

@@ -203,10 +203,6 @@ def cases(given: argparse.Namespace) -> Iterator[harness.Case]:
             yield harness.Case(f"{name}:{batch}x{context}, transformers", compiled)
 
 
-def line(row: dict[str, Any]) -> str:
-    return str({key: value for key, value in row.items() if key != "all"})
-
-
 def main() -> int:
     parser = harness.options(__doc__)
     parser.add_argument("--cases", type=harness.shapes, required=True, help="MODEL:BATCHxTOKENS, ... ")
@@ -214,7 +210,7 @@ def main() -> int:
     parser.add_argument("--plan", default="graph", help="of the engine")
     parser.add_argument("--lock", help="file that a process holds while it times")
     parser.add_argument("--device", default="cuda", help="of transformers: cuda, or cpu to try the script")
-    return harness.run(parser, cases, line)
+    return harness.run(parser, cases)
 
 
 if __name__ == "__main__":

@@ -65,21 +65,12 @@ def cases(given: argparse.Namespace) -> list[harness.Case]:
     ]
 
 
-def line(row: dict[str, Any]) -> str:
-    us, nbytes = row["us"], row["bytes"]
-    return (
-        f"{row['shape']:18s} {row['pair']:8s} widths {us[0]:8.2f} us, profiles {us[1]:8.2f} us, "
-        f"{us[1] / us[0]:.3f} x, bytes {nbytes[1] / nbytes[0]:.3f} x, at equal bytes "
-        f"{row['ratio_at_equal_bytes']:.3f} x"
-    )
-
-
 def main() -> int:
     parser = harness.options(__doc__)
     parser.add_argument("--shapes", type=harness.names(SHAPES), default=",".join(SHAPES))
     parser.add_argument("--pairs", type=harness.names(PAIRS), default=",".join(PAIRS))
     parser.add_argument("--backend", choices=BACKENDS, default="cuda")
-    return harness.run(parser, cases, line)
+    return harness.run(parser, cases)
 
 
 if __name__ == "__main__":

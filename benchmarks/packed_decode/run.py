@@ -57,14 +57,6 @@ def cases(given: argparse.Namespace) -> list[harness.Case]:
     ]
 
 
-def line(row: dict[str, Any]) -> str:
-    return (
-        f"{row['shape']:16s} {row['ladder']:6s} {row['backend']} w{row['warps']:<2d} {row['us']:8.2f} us "
-        f"{row['tbs']:5.2f} TB/s floor {row['floor_share']:.2f} ratio {row['ratio']:.2f} "
-        f"err {row['relative_error']}"
-    )
-
-
 def main() -> int:
     parser = harness.options(__doc__)
     parser.add_argument("--shapes", type=harness.names(SHAPES), default=",".join(SHAPES))
@@ -76,7 +68,7 @@ def main() -> int:
         default="0",
         help="warps of a block to try; 0 is what the library takes",
     )
-    return harness.run(parser, cases, line)
+    return harness.run(parser, cases)
 
 
 if __name__ == "__main__":

@@ -115,21 +115,6 @@ def standard_error(values: NDArray[np.float64]) -> float:
     return float(np.std(values, ddof=1) / math.sqrt(values.size))
 
 
-def line(row: dict[str, Any]) -> str:
-    """What is printed of a row."""
-    if "budget" in row:
-        return (
-            f"replayed {row['budget']:<5} {row['bits_per_element']:.2f} bits, perplexity on the GPU "
-            f"{row['perplexity_gpu']:.4f}, on the CPU {row['perplexity_cpu']:.4f}: "
-            f"{row['relative_difference']:+.4%}, a chunk at most {row['largest_of_a_chunk']:.3%}"
-        )
-    return (
-        f"{row['case']:<19} perplexity {row['perplexity_gpu']:.3f} and {row['perplexity_cpu']:.3f}, "
-        f"loss {row['difference_of_loss']:+.5f} (standard error {row['standard_error']:.5f}), divergence "
-        f"{row['kl_gpu']:.5f} and {row['kl_cpu']:.5f} +- {row['kl_standard_error']:.5f}"
-    )
-
-
 def within(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Rows as they come; then an error if one of them is beyond its limit."""
     beyond = []
@@ -178,7 +163,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="a small random model, short windows")
     parser.add_argument("--runs", nargs=2, type=Path, metavar=("GPU", "CPU"), help="results of kvlab demo")
-    return harness.run(parser, cases, line, limit=LIMIT)
+    return harness.run(parser, cases, limit=LIMIT)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What the scripts in `benchmarks/` share: options, the loop over cases, the record of a run and its file.
 
-A script states its options, its cases and the line that it prints of a row; `run` does the rest. The file
+A script states its options and its cases; `run` measures them and prints a line for each row. The file
 holds ``provenance`` (`kvlab.lab.results.provenance`: command, commit, time, versions, GPU with driver and
 clocks) and ``rows``, one a line. It is written whole after every row, so a run that is stopped leaves what it
 has. A case that fails stands under ``failed`` with its error, and the next one runs. Scripts time with
@@ -25,7 +25,7 @@ from kvlab.lab.guard import gpu_state
 from kvlab.lab.results import provenance
 from kvlab.lab.targets import machine
 
-__all__ = ["Case", "Row", "names", "numbers", "options", "run", "shapes"]
+__all__ = ["Case", "Row", "line", "names", "numbers", "options", "run", "shapes"]
 
 Row = dict[str, Any]
 _STATE = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
@@ -67,7 +67,6 @@ def options(description: str | None, device: str = "cuda") -> argparse.ArgumentP
 def run(
     parser: argparse.ArgumentParser,
     cases: Callable[[argparse.Namespace], Iterable[Case]],
-    line: Callable[[Row], str] = json.dumps,
     **head: Any,
 ) -> int:
     """Parse the command line, measure the cases, print a line for each row and write the file.
@@ -78,8 +77,6 @@ def run(
         From `options`.
     cases : callable
         Takes the parsed options and returns the cases. It measures nothing and needs no GPU.
-    line : callable
-        Takes a row and returns what is printed of it.
     **head
         More entries of the file, such as ``schema``.
 
@@ -115,6 +112,27 @@ def run(
         record.finish(case.name)
         _free_memory()
     return 1 if record.failed else 0
+
+
+def line(row: Row) -> str:
+    """Return what is printed of a row: numbers to four digits, and no lists of more than eight values.
+
+    Examples
+    --------
+    >>> line({"case": "one", "ms": {"kvlab": 1.23456}, "all": list(range(100))})
+    'case one, ms (kvlab 1.235)'
+    """
+    return ", ".join(
+        f"{name} {_short(x)}" for name, x in row.items() if not isinstance(x, list) or len(x) <= 8
+    )
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"({line(value)})"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_short, value))}]"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 class _Record:

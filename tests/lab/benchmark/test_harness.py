@@ -32,14 +32,14 @@ def test_a_result_holds_where_it_comes_from_and_a_row_a_line(
     output = tmp_path / "out.json"
     cases = [harness.Case("two", lambda: [{"x": 2}, {"x": 3}])]
     assert run(monkeypatch, cases, str(output), "--seconds", "60", schema="a 1") == 0
-    assert capsys.readouterr().out.splitlines() == ['{"x": 2}', '{"x": 3}']
+    assert capsys.readouterr().out.splitlines() == ["x 2", "x 3"]
     found = json.loads(output.read_text())
     assert list(found) == ["schema", "provenance", "rows"]
     assert found["provenance"]["settings"] == {"seconds": 60.0, "device": "cpu"}
     assert found["provenance"]["command"] == "kvlab out.json --seconds 60"
     assert '\n  {"x": 2},\n  {"x": 3}\n' in output.read_text()
     cases = [harness.Case("a path", lambda: {"x": tmp_path / "é"})]
-    assert run(monkeypatch, cases, str(output), line=str) == 0
+    assert run(monkeypatch, cases, str(output)) == 0
     assert '{"x": "é"}' in output.read_text()
 
 
@@ -102,7 +102,7 @@ def test_what_is_asked_wrongly_is_refused_before_anything_is_measured(
 def test_clocks_of_the_gpu_stand_beside_every_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "name")
     monkeypatch.setattr(harness, "gpu_state", lambda: dict.fromkeys(names, "7"))
-    assert run(monkeypatch, [harness.Case("one", lambda: {})], str(tmp_path / "out.json")) == 0
+    assert run(monkeypatch, [harness.Case("one", dict)], str(tmp_path / "out.json")) == 0
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["gpu_after"] == {"one": dict.fromkeys(names[:4], "7")}
 
@@ -131,7 +131,6 @@ def test_scripts_name_their_cases_without_a_gpu(
 
 SMALL = {
     "benchmarks/cpu_cache/run.py": ["--lengths", "128"],
-    "benchmarks/page_format/constants.py": ["--head-dims", "64"],
     "benchmarks/replay/run.py": ["--tiny", "--device", "cpu", "--windows", "1", "--budgets", "0.3"],
     "benchmarks/resident_memory/run.py": ["--size", "16MiB"],
     "benchmarks/sweep/run.py": ["--cases", "20"],

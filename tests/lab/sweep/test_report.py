@@ -135,7 +135,7 @@ def test_claims_of_other_files_pass_and_planted_failures_fail() -> None:
 
 
 def test_a_step_is_found_in_files_of_every_age() -> None:
-    """The number of layers stood at the top once, and rows were `cases`; today's script writes settings and rows."""
+    """The number of layers once stood at the top, and rows were `cases`."""
     step = "end to end, a token at 2K, 32 layers"
     results = Path(__file__).parents[3] / "benchmarks" / "results"
     for name in ("2026-11-21-h200-generation", "2026-11-23-h200-generation"):
