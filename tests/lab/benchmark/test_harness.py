@@ -115,6 +115,7 @@ def test_scripts_have_no_driver_of_their_own() -> None:
 
 def call(script: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
     monkeypatch.setattr("sys.argv", [str(ROOT / script), *NEEDED.get(script, ()), *arguments])
+    monkeypatch.syspath_prepend(str((ROOT / script).parent))  # as Python does
     return runpy.run_path(str(ROOT / script), run_name="script")["main"]()
 
 
