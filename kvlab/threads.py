@@ -3,7 +3,8 @@
 A parallel loop of Numba (OpenMP) ends when all its threads have reached its end, even idle ones. On a busy
 machine a thread may wait tens of milliseconds for a processor: longer than the whole call. This module serves
 work of about a millisecond. A counter deals out items; the caller takes items, too, and returns when none is
-left. Helpers that have not started by then are cancelled.
+left. Helpers that have not started by then are cancelled; one that sleeps where all items are done is not
+waited for.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ if hasattr(os, "register_at_fork"):
 
 
 def run_parallel(work: Callable[..., object], *args: Any, alone: bool = False) -> None:
-    """Run ``work(*args)`` here, and at the same time on helpers; return when all that began have ended.
+    """Run ``work(*args)`` here, and at the same time on helpers; return when all items are done.
 
     Parameters
     ----------
     work : callable
         Takes items from a counter among its arguments until none is left, so it may run once or many times.
-        It should release the GIL, as functions compiled with ``nogil=True`` do.
+        It should release the GIL, as functions compiled with ``nogil=True`` do. If it returns True, all items
+        are done, those of others, too; else the helpers that began are waited for.
     *args
         For every run.
     alone : bool
@@ -54,9 +56,11 @@ def run_parallel(work: Callable[..., object], *args: Any, alone: bool = False) -
     from numba import get_num_threads
 
     helpers = [] if alone else [_pool().submit(work, *args) for _ in range(get_num_threads() - 1)]
+    done = False
     try:
-        work(*args)
+        done = work(*args) is True
     finally:
         begun = [helper for helper in helpers if not helper.cancel()]
     for helper in begun:
-        helper.result()
+        if not done:
+            helper.result()

@@ -5,8 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
+
+from kvlab.threads import run_parallel
 
 FORKED = """
 import multiprocessing, numpy, kvlab
@@ -89,3 +94,39 @@ def test_workers_of_a_data_loader_give_the_same_bits() -> None:
 def test_several_threads_call_parallel_kernels(layer: str) -> None:
     found = run(FROM_THREADS, NUMBA_THREADING_LAYER=layer)
     assert layer in ("default", found)
+
+
+def test_helpers_are_not_waited_for_where_all_items_are_done() -> None:
+    begun, go_on, calls = threading.Event(), threading.Event(), []
+
+    def work(done: bool) -> bool:
+        if threading.current_thread() is threading.main_thread():
+            assert begun.wait(60)
+            return done
+        begun.set()
+        go_on.wait(60)
+        calls.append(done)
+        return done
+
+    run_parallel(work, True)
+    assert not calls
+    go_on.set()
+    run_parallel(work, False)
+    assert False in calls
+
+
+@pytest.mark.parametrize("helpers", [0, 1, 3])
+def test_items_of_a_product_are_all_done(helpers: int) -> None:
+    from kvlab.numba_kernels.cpu.decoder import multiply
+
+    tiles, blocks = 40, 2
+    packed = np.full(tiles * blocks * 512, np.float16(1).view(np.uint16))
+    x, y = np.ones(blocks * 64, np.float32), np.zeros((1, tiles * 16), np.float32)
+    counter = np.zeros(2, np.int64)
+    with ThreadPoolExecutor(max(helpers, 1)) as pool:
+        others = [pool.submit(multiply, counter, packed, tiles, blocks, 0, x, 1, y) for _ in range(helpers)]
+        mine = multiply(counter, packed, tiles, blocks, 0, x, 1, y)
+        results = [mine, *(other.result() for other in others)]
+    assert any(results)
+    assert counter[1] == tiles
+    np.testing.assert_array_equal(y, 64)

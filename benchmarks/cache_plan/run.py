@@ -137,7 +137,7 @@ class Model:
             lists, groups = workspace.move_lists(phase), workspace.max_groups(phase)
             kernels.write_tokens(HEAD_DIM, "bfloat16", 0, states, lists, n, groups, moved, self.stream)
             mark(f"write {phase}")
-        kernels.copy_pages(HEAD_DIM, "bfloat16", 0, states, lists, n, workspace.most_dropped, self.stream)
+        kernels.copy_pages(HEAD_DIM, "bfloat16", 0, states, lists, n, workspace.max_dropped, self.stream)
         mark("copy")
 
     def prefill(self) -> dict[str, float]:

@@ -462,8 +462,8 @@ class Limit:
                     f"the longest length that fits below {seqlen} is {low}, the shortest above is {high}"
                 )
         return BudgetError(
-            f"{fault}budget gives {given}; {longest}. Raise the {budget}, add a lower "
-            "width to bits (0 evicts) or shorten the sequence",
+            f"{fault}budget gives {given}; {longest}. Raise the {budget}, add a lower width to bits (with a "
+            "width 0 the least important tokens are dropped) or shorten the sequence",
             needed_bytes=needed,
             longest_length=low,
         )

@@ -205,7 +205,7 @@ class CpuExecutor:
             quads = part.reshape(len(part), -1, 2, 1, 2)  # c, c + 1 | c + 2, c + 3, each for rows g and g + 8
             spread = np.ascontiguousarray(np.broadcast_to(quads, (*quads.shape[:3], 2, 2))).reshape(-1)
             run_parallel(
-                multiply, np.zeros(1, np.int64), packed, tiles, blocks, code, spread, len(part),
+                multiply, np.zeros(2, np.int64), packed, tiles, blocks, code, spread, len(part),
                 y[first : first + MAX_TOKENS], alone=len(part) * packed.size < _WORTH_SHARING,
             )  # fmt: skip
         return y if matrix.bias is None else y + matrix.bias

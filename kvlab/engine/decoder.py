@@ -18,7 +18,7 @@ from kvlab.arguments import check_names, whole_number
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.cache.options import parse_budget
 from kvlab.engine.cpu import CpuExecutor
-from kvlab.engine.folder import load_model, sizes_of
+from kvlab.engine.folder import config_of, load_model, sizes_of
 from kvlab.engine.geometry import Geometry, published
 from kvlab.engine.gpu import GpuExecutor
 from kvlab.engine.gpu_packed import PackedGpuExecutor
@@ -166,14 +166,15 @@ class Decoder:
         OSError
             If there is no model at the path, or a file of it is missing.
         FormatError
-            If a file is damaged, or lacks weights of the model.
+            If a file is damaged or lacks weights of the model, or a weight is NaN or infinite.
         """
         is_model = hasattr(model_or_path, "get_output_embeddings")
         if is_model:
             model = model_or_path
         else:
-            check_options(sizes_of(model_or_path), **options)
-            model = load_model(model_or_path, dtype)
+            config = config_of(model_or_path)
+            check_options(sizes_of(config), **options)
+            model = load_model(config, dtype)
         return cls(from_model(model, dtype, consume=not is_model), **options)
 
     @classmethod

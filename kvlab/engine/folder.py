@@ -65,6 +65,8 @@ def config_of(model: object) -> Any:
         is_adapter = Path(name, "adapter_config.json").exists()
         adapter = "; it holds an adapter, which is to be merged into its model" if is_adapter else ""
         raise _incomplete(name, f"it has no config.json with a model_type{adapter}")
+    if settings["model_type"] == "mistral" and "layer_types" in settings:
+        settings["model_type"] = "ministral"  # as transformers reads it
     with _named(name):
         check_family(settings["model_type"])
     if settings.get("quantization_config"):
@@ -74,14 +76,24 @@ def config_of(model: object) -> Any:
             "16-bit and float32 weights are supported: take the model that is not quantised, or use "
             "transformers"
         )
-    return AutoConfig.from_pretrained(name, local_files_only=True)
+    return AutoConfig.for_model(**settings, name_or_path=name)
 
 
 def sizes_of(model: object) -> Geometry:
-    """Return the sizes of a model, from its configuration alone; errors as `config_of` and `geometry_of`."""
-    config = config_of(model)
+    """Return the sizes of a model, from its configuration alone; errors as `config_of` and `geometry_of`.
+
+    Parameters
+    ----------
+    model : str, path or transformers.PreTrainedConfig
+        A configuration is what `config_of` has returned.
+    """
+    config = _config(model)
     with _named(config.name_or_path):
         return geometry_of(config)
+
+
+def _config(model: Any) -> Any:
+    return model if hasattr(model, "name_or_path") else config_of(model)
 
 
 @contextmanager
@@ -97,6 +109,13 @@ def _named(name: str) -> Iterator[None]:
 def load_model(model: object, dtype: Any = None) -> Any:
     """Load a transformers model from a folder or the Hugging Face cache, on the CPU; nothing is downloaded.
 
+    Parameters
+    ----------
+    model : str, path or transformers.PreTrainedConfig
+        As of `sizes_of`.
+    dtype : {"float16", "bfloat16"}, optional
+        By default that of the files.
+
     Raises
     ------
     TypeError, OSError, NotImplementedError
@@ -105,10 +124,10 @@ def load_model(model: object, dtype: Any = None) -> Any:
         If a file of weights is damaged, or weights are missing or of other sizes.
     """
     wanted = "auto" if dtype is None else dtype_of(dtype)
-    config = config_of(model)
+    config = _config(model)
     import transformers
 
-    name = os.fspath(model)  # type: ignore[call-overload]
+    name = config.name_or_path
     try:
         with translated_out_of_memory(f"the weights of {name!r}"):
             automatic: Any = transformers.AutoModelForCausalLM

@@ -78,8 +78,8 @@ def accelerate(model: Model, *, max_seqlen: int | None = None) -> Iterator[Model
     Raises
     ------
     TypeError, ValueError
-        If an argument is none of those. In `generate`: if a text is too long, its padding is not on the left,
-        or the cache is none that can go on.
+        If an argument is none of those. In `generate`: if tokens are no tensor, a text is too long, its
+        padding is not on the left, or the cache is none that can go on.
     NotImplementedError
         If the engine does not compute the model; the message names the piece. In `generate`: for beams,
         assistants and other settings that a decoder does not have, and more than 16 rows.
@@ -151,9 +151,9 @@ def _check_model(model: Any) -> None:
             f"weights are {', '.join(sorted(kinds))}: a decoder has weights of one 16-bit type, which would "
             "change the results; load the model with dtype=torch.float16 or torch.bfloat16"
         )
-    places = sorted({str(one.device) for one in model.parameters()})
-    if len(places) > 1 or not places[0].startswith(("cpu", "cuda")):
-        raise NotImplementedError(f"the model lies on {', '.join(places)}: put it on one GPU, or on the CPU")
+    devices = sorted({str(one.device) for one in model.parameters()})
+    if len(devices) > 1 or not devices[0].startswith(("cpu", "cuda")):
+        raise NotImplementedError(f"the model lies on {', '.join(devices)}: put it on one GPU, or on the CPU")
 
 
 def _decoded_generate(model: Any, decoders: _Decoders, generate: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,6 +163,7 @@ def _decoded_generate(model: Any, decoders: _Decoders, generate: Callable[..., A
     @wraps(generate)
     def decoded_generate(*args: Any, **kwargs: Any) -> Any:
         given = by_name(parameters, args, kwargs)
+        _check_ids(given)
         _refuse_settings(model, given)
         held = given.get("past_key_values")
         if held is None:
@@ -177,6 +178,20 @@ def _decoded_generate(model: Any, decoders: _Decoders, generate: Callable[..., A
             return generate(**{**given, "past_key_values": held})
 
     return decoded_generate
+
+
+def _check_ids(given: dict[str, Any]) -> None:
+    """Name the argument where transformers would miss an attribute of a tensor."""
+    from torch import Tensor
+
+    for name in ("inputs", "input_ids"):
+        ids = given.get(name)
+        if ids is not None and not isinstance(ids, Tensor):
+            raise TypeError(
+                f"{name} is a {type(ids).__name__}; generate of transformers takes a tensor of token "
+                "numbers, (rows, tokens): torch.tensor([ids]), or what a tokenizer gives with "
+                "return_tensors='pt' and, for rows of several lengths, padding_side='left'"
+            )
 
 
 def _refuse_settings(model: Any, given: dict[str, Any]) -> None:
@@ -201,8 +216,8 @@ def _decoded_forward(held: Any, forward: Callable[..., Any]) -> Callable[..., An
     @wraps(forward)
     def decoded_forward(*args: Any, **kwargs: Any) -> Any:
         given = by_name(parameters, args, kwargs)
-        asked = [name for name, value in given.items() if value is not None and value is not False]
-        if unknown := sorted(set(asked) - _KNOWN):
+        used = [name for name, value in given.items() if value is not None and value is not False]
+        if unknown := sorted(set(used) - _KNOWN):
             raise NotImplementedError(
                 f"{', '.join(unknown)}: a decoder takes token numbers, masks and positions alone; leave it "
                 "out, or generate outside kvlab.accelerate"

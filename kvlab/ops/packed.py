@@ -13,6 +13,7 @@ again.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any, Generic, NamedTuple
 
 from kvlab.arguments import sides_of_window
@@ -23,7 +24,7 @@ from kvlab.arrays import (
     device_of,
     dtype_name,
 )
-from kvlab.pages import DevicePages, LayerPages
+from kvlab.pages import DevicePages, LayerPages, PageLayout
 from kvlab.registry import ON_CUDA, ON_NUMBA, AtLeast, Implementation, choose, register, requirements_of
 from kvlab.shapes import match_shapes
 
@@ -224,16 +225,30 @@ def _group_size(num_heads_q: int, num_heads_kv: int) -> int:
 def _check(q: Any, pages: Pages, softcap: float, keep_scores: int) -> int:
     """Return the group size of a call that makes sense."""
     device_of(q, "q")
-    head_dim = pages.layouts[0].head_dim
+    shapes = (tuple(x.shape) for x in (q, pages.rung, pages.k_mean, pages.k_shift))
+    return _checked_group(*shapes, pages.layouts, softcap, keep_scores)
+
+
+@lru_cache(maxsize=256)
+def _checked_group(
+    q: tuple[int, ...],
+    rung: tuple[int, ...],
+    k_mean: tuple[int, ...],
+    k_shift: tuple[int, ...],
+    layouts: tuple[PageLayout, ...],
+    softcap: float,
+    keep_scores: int,
+) -> int:
+    head_dim = layouts[0].head_dim
     sizes = match_shapes(
         {
-            "q": (q.shape, ("B", "Sq", "Hq", "D")),
-            "pages.rung": (pages.rung.shape, ("B", "Hkv", "entries")),
-            "pages.k_mean": (pages.k_mean.shape, ("B", "Hkv", head_dim)),
-            "pages.k_shift": (pages.k_shift.shape, ("B", "Hkv", head_dim // 2)),
+            "q": (q, ("B", "Sq", "Hq", "D")),
+            "pages.rung": (rung, ("B", "Hkv", "entries")),
+            "pages.k_mean": (k_mean, ("B", "Hkv", head_dim)),
+            "pages.k_shift": (k_shift, ("B", "Hkv", head_dim // 2)),
         }
     )
-    packed = [layout for layout in pages.layouts if layout.bits_k != 16]
+    packed = [layout for layout in layouts if layout.bits_k != 16]
     if len({layout.in_blocks for layout in packed}) > 1:
         raise ValueError(
             f"pages.layouts keep packed keys in profiles and in widths, {[x.bits_k for x in packed]}: all "

@@ -58,7 +58,9 @@ def test_a_residual_window_counts_before_any_page_is_written(
     options: dict[str, Any], n: int, attends: bool
 ) -> None:
     cache, (q, k, v) = make(**options), new_tokens(np.random.default_rng(0), 1, n)
-    with pytest.raises(BudgetError, match="longest length that fits") as refused:
+    with pytest.raises(
+        BudgetError, match=r"length that fits.* width 0 the least important tokens"
+    ) as refused:
         cache.step(0, q, k, v) if attends else cache.append(0, k, v)
     assert cache.seqlen == 0
     longest, needed = refused.value.longest_length, refused.value.needed_bytes

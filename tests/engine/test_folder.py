@@ -43,6 +43,15 @@ def without(name: str) -> Callable[[Path], None]:
     return drop
 
 
+def with_number(name: str, number: float) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        weights = load_file(folder / WEIGHTS)
+        weights[name].view(-1)[-1] = number
+        save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+
+    return damage
+
+
 def cut(folder: Path) -> None:
     path = folder / WEIGHTS
     path.write_bytes(path.read_bytes()[:5000])
@@ -70,6 +79,18 @@ def only_an_adapter(folder: Path) -> None:
         (without("lm_head.weight"), FormatError, "lacks weights: lm_head.weight"),
         (lambda folder: changed(folder, num_hidden_layers=3), FormatError, "lacks .*layers.2.* 9 in"),
         (lambda folder: changed(folder, intermediate_size=128), FormatError, "other sizes .*mlp.down_proj"),
+        *(
+            (with_number(name, number), FormatError, f": {name} is damaged: 1 of its .* NaN or inf.*fetch")
+            for name, number in (
+                ("model.embed_tokens.weight", np.nan),
+                ("model.layers.0.self_attn.k_proj.weight", np.inf),
+                ("model.layers.1.mlp.up_proj.weight", np.nan),
+                ("model.layers.1.mlp.down_proj.weight", -np.inf),
+                ("model.layers.1.input_layernorm.weight", np.nan),
+                ("model.norm.weight", np.nan),
+                ("lm_head.weight", np.nan),
+            )
+        ),
         (cut, FormatError, "damaged or cut off; fetch it again"),
         (lambda folder: (folder / WEIGHTS).write_bytes(b""), FormatError, "damaged or cut off"),
         (without_a_shard, OSError, "no whole model .*model-00002-of-.*fetch the model again"),
@@ -141,6 +162,28 @@ def test_options_are_checked_before_weights_are_read(
         Decoder.from_pretrained(saved, **options)
     with pytest.raises(ValueError, match=message.replace("=64", "=2048")):
         Decoder.from_config("pythia-14m", **options)
+
+
+def test_damaged_biases_are_refused(tmp_path: Path) -> None:
+    for name in ("attention.dense", "mlp.dense_4h_to_h", "post_attention_layernorm"):
+        model = family("neox-parallel").half()
+        with torch.no_grad():
+            model.get_submodule(f"gpt_neox.layers.1.{name}").bias[3] = torch.nan
+        model.save_pretrained(tmp_path)
+        with pytest.raises(FormatError, match=f"gpt_neox.layers.1.{name}.bias is damaged: 1 of"):
+            Decoder.from_pretrained(tmp_path)
+
+
+def test_the_configuration_is_read_once(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, read_text = [], transformers.PreTrainedConfig._dict_from_json_file
+
+    def counted(path: Any) -> Any:
+        reads.append(Path(path).name)
+        return read_text(path)
+
+    monkeypatch.setattr(transformers.PreTrainedConfig, "_dict_from_json_file", counted)
+    Decoder.from_pretrained(saved)
+    assert reads.count(CONFIG) == 1
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

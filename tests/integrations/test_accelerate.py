@@ -232,6 +232,16 @@ def test_settings_that_are_refused(options: dict[str, Any], error: type[Exceptio
         assert torch.equal(model.generate(ids, max_new_tokens=4, **GREEDY), want)
 
 
+@pytest.mark.parametrize("ids", [[5, 3, 8], [[5, 3, 8]], np.array([[5, 3, 8]])])
+def test_token_numbers_that_are_no_tensor_are_refused(ids: Any) -> None:
+    with kvlab.accelerate(half(), max_seqlen=32) as model:
+        for call in (lambda: model.generate(ids), lambda: model.generate(input_ids=ids)):
+            with pytest.raises(
+                TypeError, match=r"^input(s|_ids) is a (list|ndarray); .* tensor .*\(\[ids\]\)"
+            ):
+                call()
+
+
 def test_a_text_longer_than_the_model_takes() -> None:
     model = half()
     with kvlab.accelerate(model), pytest.raises(ValueError, match="65 tokens; the model takes no more"):

@@ -16,7 +16,7 @@ import numpy as np
 
 from .elements import FLOAT16
 from .simd import LANES, helper, load, load_bfloat, load_half, multiply_add, splat, store
-from .softmax import serial, take_number
+from .softmax import all_done, serial, take_number
 
 MAX_TOKENS = 64
 """Tokens of a call: their sums take 16 KiB."""
@@ -66,13 +66,13 @@ def _add_block(block, x, column, sums, at):
 def multiply(counter, packed, tiles, blocks, dtype, x, tokens, y):
     """Multiply all rows with up to `MAX_TOKENS` tokens: what one thread does, until no tiles are left.
 
-    counter int64 (1,), 0 at first; packed uint16 (tiles * blocks * 512,), the bits of float16 or bfloat16;
+    counter int64 (2,), 0 at first; packed uint16 (tiles * blocks * 512,), the bits of float16 or bfloat16;
     x float32 (tokens * blocks * 64,), each four columns as the eight elements above; y float32
-    (tokens, tiles * 16).
+    (tokens, tiles * 16). Returns whether all tiles are done.
     """
     block = np.empty(_BLOCK, np.float32)
     sums = np.empty(tokens * 64, np.float32)
-    first = take_number(counter) * _TILES_AT_ONCE
+    first, own = take_number(counter) * _TILES_AT_ONCE, 0
     while first < tiles:
         for tile in range(first, min(tiles, first + _TILES_AT_ONCE)):
             for i in range(0, tokens * 64, LANES):
@@ -86,7 +86,8 @@ def multiply(counter, packed, tiles, blocks, dtype, x, tokens, y):
                     s = n * 64 + 8 * g
                     y[n, tile * 16 + g] = (sums[s] + sums[s + 1]) + (sums[s + 4] + sums[s + 5])
                     y[n, tile * 16 + g + 8] = (sums[s + 2] + sums[s + 3]) + (sums[s + 6] + sums[s + 7])
-        first = take_number(counter) * _TILES_AT_ONCE
+        first, own = take_number(counter) * _TILES_AT_ONCE, own + min(tiles - first, _TILES_AT_ONCE)
+    return all_done(counter, own, tiles)
 
 
 @serial

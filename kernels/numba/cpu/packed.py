@@ -29,6 +29,7 @@ from numba.extending import intrinsic
 
 from .fragments import QUAD, add_lanes, call_product
 from .groups import hadamard_run
+from .key_frame import read_frame
 from .page import (
     K_FUNCTION,
     K_STEPS,
@@ -47,7 +48,7 @@ from .page import (
     prefetch,
 )
 from .simd import float32x8, helper, highest, load, maximum, splat, store, total
-from .softmax import LOG2_E, emit_exp2, floats, integers, serial, take_number
+from .softmax import LOG2_E, all_done, emit_exp2, floats, integers, serial, take_number
 
 UPPER_HALF = np.float32(2.0**-16)
 """Factor on the patterns that meet the upper halves of words of codes."""
@@ -128,21 +129,21 @@ def _load_floats(builder, data, index):
 
 
 @serial
-def lay_out_queries(q, scale, frame, block, coded, raw, bias):
+def lay_out_queries(q, scale, keys, block, coded, raw, bias):
     """Write scale * q as patterns of `fragments`, for coded keys (rotated) and for raw ones.
 
     q (batch, positions, heads, head_dim) float32; coded, raw (num_bh, blocks, head_dim / 16, 2, 2, rows, 4).
-    A coded key is H ((k - mean) / scales), so <q, k> = <H (q scales), coded key> + <q, mean>; bias (num_bh,
-    blocks, rows) receives the last term. frame: mean, scales, order and factors, (num_bh, head_dim); order
-    names the n-th channel of a key, factors what H is multiplied by there.
+    keys: their frames, and block, as `read_frame` of `key_frame` takes them; bias (num_bh, blocks, rows)
+    receives <q, mean>.
     """
-    mean, scales, order, factors = frame
     batch, positions, heads, head_dim = q.shape
     num_bh, blocks, rows = bias.shape
     kv_heads = num_bh // batch
     group = heads // kv_heads
-    line, rotated = np.empty((2, head_dim), np.float32)
+    line, rotated, mean, scales, factors = np.empty((5, head_dim), np.float32)
+    order = np.empty(head_dim, np.int64)
     for bh in range(num_bh):
+        read_frame(keys, bh, block, mean, scales, order, factors)
         for i in range(blocks * rows):
             own, row = i // rows, i % rows
             for channel in range(head_dim):
@@ -154,14 +155,14 @@ def lay_out_queries(q, scale, frame, block, coded, raw, bias):
             _write_pattern(line, np.float32(1), raw[bh, own], row)
             product = np.float32(0)
             for channel in range(head_dim):
-                product += line[channel] * mean[bh, channel]
-                line[channel] *= scales[bh, channel]
+                product += line[channel] * mean[channel]
+                line[channel] *= scales[channel]
             bias[bh, own, row] = product
             for n in range(head_dim):
-                rotated[n] = line[order[bh, n]]
+                rotated[n] = line[order[n]]
             hadamard_run(rotated, 0, head_dim, block)
             for n in range(head_dim):
-                rotated[n] *= factors[bh, n]
+                rotated[n] *= factors[n]
             _write_pattern(rotated, UPPER_HALF, coded[bh, own], row)
 
 
@@ -365,6 +366,7 @@ def attend_pages(counter, queries, table, layouts, itemsize, softcap, saved, fir
     (num_bh, entries); num_pages (num_bh,). saved (num_bh, quads, saved rows, 64) receives the scores,
     natural, of query rows from first_saved on. result: out (2, num_bh, blocks, splits, rows, head_dim), what
     coded and raw values add up to, in units of 2^row_max; row_max, row_sum (num_bh, blocks, splits, rows).
+    Returns whether all items are done.
     """
     coded, raw, bias, first_visible = queries
     rung, count, index, base, num_pages = table
@@ -382,8 +384,8 @@ def attend_pages(counter, queries, table, layouts, itemsize, softcap, saved, fir
         np.empty(QUAD, np.int64),
         np.empty(QUAD, np.int64),
     )
-    item = take_number(counter)
-    while item < num_bh * blocks * splits:
+    item, own, items = take_number(counter), 0, num_bh * blocks * splits
+    while item < items:
         bh, block, part = item // (blocks * splits), item // splits % blocks, item % splits
         live = np.int64(num_pages[bh]) // QUAD
         _attend_range(
@@ -404,4 +406,5 @@ def attend_pages(counter, queries, table, layouts, itemsize, softcap, saved, fir
                 row_sum[bh, block, part],
             ),
         )
-        item = take_number(counter)
+        item, own = take_number(counter), own + 1
+    return all_done(counter, own, items)

@@ -6,6 +6,7 @@ import numpy as np
 
 from .fragments import QUAD
 from .groups import hadamard_run
+from .key_frame import exponent_of, power_of_two
 from .page import PAGE, SLOTS
 from .simd import helper, load, splat, store
 from .softmax import LOG2_E, exp2, serial, take_number
@@ -15,17 +16,19 @@ _MINUS_INFINITY = np.float32(-np.inf)
 
 
 @serial
-def merge_parts(parts, row_max, row_sum, block, factors, out, lse):
+def merge_parts(parts, row_max, row_sum, block, exponent, out, lse):
     """Merge the parts of each row, in order; rotate back the sums of coded values.
 
-    parts, row_max, row_sum from `attend_pages`; factors (num_bh,), of rotated sums; out (batch, positions,
-    heads, head_dim), lse (batch, heads, positions), natural: 0 and -inf where there is no token.
+    parts, row_max, row_sum from `attend_pages`; block: channels of a rotation; exponent (num_bh, 2), or
+    (num_bh, 0) for none; out (batch, positions, heads, head_dim), lse (batch, heads, positions), natural: 0
+    and -inf where there is no token.
     """
     batch, positions, heads, head_dim = out.shape
     _, num_bh, _, splits, rows, _ = parts.shape
     kv_heads = num_bh // batch
     group = heads // kv_heads
     for bh in range(num_bh):
+        factor = np.float32(1 / math.sqrt(block)) * power_of_two(exponent_of(exponent, bh, 1))
         for i in range(positions * group):
             own, row, head = i // rows, i % rows, bh % kv_heads * group + i % group
             line = out[bh // kv_heads, i // group, head]
@@ -50,7 +53,7 @@ def merge_parts(parts, row_max, row_sum, block, factors, out, lse):
                 if side == 0:
                     hadamard_run(line, 0, head_dim, block)
                     for channel in range(head_dim):
-                        line[channel] *= factors[bh] * SIGNS[channel]
+                        line[channel] *= factor * SIGNS[channel]
             log = (new_max + np.float32(math.log2(whole))) / LOG2_E if whole != 0 else _MINUS_INFINITY
             lse[bh // kv_heads, head, i // group] = log
 

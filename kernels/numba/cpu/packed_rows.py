@@ -25,6 +25,7 @@ from numba.extending import intrinsic
 from .expand import PADDING, SLOT_AT, index_of
 from .fragments import QUAD, call_product
 from .groups import hadamard_run
+from .key_frame import read_frame
 from .page import (
     K_FUNCTION,
     K_STEPS,
@@ -80,20 +81,21 @@ def _transpose(typing_context, source, first, near, far, target):
 
 
 @serial
-def lay_out_panels(q, scale, frame, block, coded, raw):
+def lay_out_panels(q, scale, keys, block, coded, raw):
     """Write scale * q as panels, for coded keys (rotated) and for raw ones.
 
     q (batch, positions, heads, head_dim) float32; coded, raw (num_bh, panels, (head_dim + 1) * PANEL),
-    channels as in `expand`. A coded key is H ((k - mean) / scales), so <q, k> = <H (q scales), coded key> +
-    <q, mean>; the last term is the channel behind the others, 0 for raw keys. frame: as of `lay_out_queries`.
+    channels as in `expand`; <q, mean> is the channel behind the others, 0 for raw keys. keys: their frames,
+    and block, as `read_frame` of `key_frame` takes them.
     """
-    mean, scales, order, factors = frame
     batch, positions, heads, head_dim = q.shape
     num_bh, panels, _ = coded.shape
     kv_heads = num_bh // batch
     group = heads // kv_heads
-    line, rotated = np.empty((2, head_dim), np.float32)
+    line, rotated, mean, scales, factors = np.empty((5, head_dim), np.float32)
+    order = np.empty(head_dim, np.int64)
     for bh in range(num_bh):
+        read_frame(keys, bh, block, mean, scales, order, factors)
         for i in range(panels * PANEL):
             panel, lane = i // PANEL, i % PANEL
             own_raw, own_coded = raw[bh, panel], coded[bh, panel]
@@ -105,16 +107,16 @@ def lay_out_panels(q, scale, frame, block, coded, raw):
                 for channel in range(head_dim):
                     line[channel] = scale * query[channel]
                     own_raw[index_of(channel) * PANEL + lane] = line[channel]
-                    product += line[channel] * mean[bh, channel]
-                    line[channel] *= scales[bh, channel]
+                    product += line[channel] * mean[channel]
+                    line[channel] *= scales[channel]
                 for n in range(head_dim):
-                    rotated[n] = line[order[bh, n]]
+                    rotated[n] = line[order[n]]
                 hadamard_run(rotated, 0, head_dim, block)
             else:
                 for channel in range(head_dim):
                     own_raw[channel * PANEL + lane] = rotated[channel] = 0
             for n in range(head_dim):
-                own_coded[index_of(n) * PANEL + lane] = rotated[n] * factors[bh, n]
+                own_coded[index_of(n) * PANEL + lane] = rotated[n] * factors[n]
             own_raw[head_dim * PANEL + lane], own_coded[head_dim * PANEL + lane] = 0, product
 
 

@@ -67,19 +67,22 @@ def prefetch(typing_context, address):
 
 
 @serial
-def check_table(rung, count, index, num_pages, capacity):
-    """Return whether quads are of one rung and every used entry with tokens names a page that exists."""
+def check_table(rung, count, index, num_pages, layouts, last):
+    """Return whether quads are of one rung and every used entry with tokens names a page that exists.
+
+    last (rungs,): the byte of a pool at which its last page may begin; below 0 if it has none.
+    """
     for bh in range(rung.shape[0]):
         if num_pages[bh] < 0 or num_pages[bh] > rung.shape[1] or num_pages[bh] % QUAD:
             return False
         for quad in range(0, num_pages[bh], QUAD):
             own = rung[bh, quad]
-            if own >= capacity.size:
+            if own >= last.size:
                 return False
             for p in range(quad, quad + QUAD):
                 if rung[bh, p] != own or count[bh, p] > PAGE:
                     return False
-                if count[bh, p] and index[bh, p] >= capacity[own]:
+                if count[bh, p] and np.int64(index[bh, p]) * layouts[own, RECORD] > last[own]:
                     return False
     return True
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvlab.arrays import Array, ArrayT, CudaView, like_first, to_numpy_view
 from kvlab.ops.cpu.layer import array_at, view_at
 from kvlab.ops.packed import PackedAttention, Pages, Window
-from kvlab.pages import QUAD, TOKENS_PER_PAGE, PageLayout, of_channels, placed_channels
+from kvlab.pages import QUAD, TOKENS_PER_PAGE, PageLayout
 from kvlab.threads import run_parallel
 
 __all__ = ["AttendCall", "attend", "attend_into", "mass"]
@@ -47,8 +47,8 @@ def _layout_table(layouts: tuple[PageLayout, ...], dtype: str, rows: int) -> NDA
         k, v = (_kind(bits, dtype) for bits in (layout.bits_k, layout.bits_v))
         row[cpu_page.RECORD] = layout.nbytes
         row[cpu_page.V_CODES] = layout.v_codes
-        row[cpu_page.K_STEPS] = layout.k_steps if layout.bits_k != 16 else -1
-        row[cpu_page.V_STEPS] = layout.v_steps if layout.bits_v != 16 else -1
+        row[cpu_page.K_STEPS] = layout.k_step_sizes if layout.bits_k != 16 else -1
+        row[cpu_page.V_STEPS] = layout.v_step_sizes if layout.bits_v != 16 else -1
         row[cpu_page.POSITIONS] = layout.positions
         if rows:
             functions = cpu_fragments.key_product(k, rows), cpu_fragments.value_product(v, rows)
@@ -65,36 +65,17 @@ def _kind(width: Any, dtype: str) -> str:
     return dtype if width == 16 else str(width)
 
 
-def _exponents_of(pages: Pages, num_bh: int) -> NDArray[np.int32]:
-    """Return those of K and V, (num_bh, 2); a cache without profiles has none."""
-    exponents: NDArray[np.int32] = np.zeros((num_bh, 2), np.int32)
-    if math.prod(pages.exponent.shape):
-        exponents[...] = np.asarray(pages.exponent).reshape(num_bh, 2)
-    return exponents
+def _key_frames(pages: Pages, num_bh: int) -> tuple[NDArray[Any], ...]:
+    """Return mean, shift, exponent, order and gain of keys: `keys` of `kernels/numba/cpu/key_frame.py`."""
 
+    def of_heads(x: Any, kind: Any) -> NDArray[Any]:
+        return np.ascontiguousarray(x).reshape(num_bh, x.shape[-1]).view(kind)
 
-def _frame_of(pages: Pages, num_bh: int, head_dim: int) -> tuple[int, tuple[NDArray[Any], ...]]:
-    """Return the block in which keys are rotated, and their frame: mean, scales, order, factors of queries.
-
-    All that a query is multiplied by on its way to coded keys has the exponent of keys in it.
-    """
-
-    def per_bh(x: Any, kind: type) -> NDArray[Any]:
-        return np.ascontiguousarray(np.asarray(x, kind).reshape(num_bh, x.shape[-1]))
-
-    exponent = _exponents_of(pages, num_bh)[:, :1]
-    mean = np.ldexp(per_bh(pages.k_mean, np.float32), exponent)
-    scales = np.ldexp(np.float32(1), of_channels(per_bh(pages.k_shift, np.int32)))
+    mean = of_heads(pages.k_mean, np.float16).astype(np.float32)
+    order, gain = of_heads(pages.k_order, np.uint8), of_heads(pages.k_gain, np.float32)
     if not any(layout.in_blocks for layout in pages.layouts):
-        block, order = head_dim & -head_dim, np.tile(np.arange(head_dim), (num_bh, 1))
-        factors = np.full((num_bh, head_dim), 1 / math.sqrt(block), np.float32)
-    else:
-        each, order = head_dim // 4, placed_channels(per_bh(pages.k_order, np.int64))
-        block = each & -each
-        log = block.bit_length() - 1
-        inverse = np.ldexp(np.float32(1), (log + 1) // 2 - log) / per_bh(pages.k_gain, np.float32)
-        factors = np.repeat(inverse, each, axis=1)
-    return block, (mean, scales, order, np.ldexp(factors, exponent))
+        gain = gain[:, :0]
+    return mean, of_heads(pages.k_shift, np.uint8), of_heads(pages.exponent, np.int8), order, gain
 
 
 class _CpuCall(NamedTuple):
@@ -102,10 +83,10 @@ class _CpuCall(NamedTuple):
 
     queries: NDArray[np.float32]  # (batch, seqlen_q, num_heads_q, head_dim)
     block: int  # in which keys are rotated
-    frame: tuple[NDArray[Any], ...]  # mean, scales, order and factors of keys, (num_bh, head_dim)
+    keys: tuple[NDArray[Any], ...]  # their frames
     table: tuple[NDArray[Any], ...]  # rung, count, index (num_bh, entries); num_pages (num_bh,)
     base: NDArray[np.uint16]  # (num_bh, entries), or (num_bh, 0) without a window
-    first_visible: NDArray[np.int64]  # (batch, seqlen_q): the first position that a query token sees
+    first_visible: NDArray[np.int64] | None  # (batch, seqlen_q): the first position a query token sees
     scale: float
     softcap: np.float32
     saved: NDArray[np.float32]  # (num_bh, quads, saved rows, 64), to be filled
@@ -118,12 +99,10 @@ class _CpuCall(NamedTuple):
 
         layouts = _layout_table(tuple(pages.layouts), pages.dtype, rows).copy()
         layouts[:, cpu_page.POOL] = [pool.ctypes.data for pool in pages.pools]
-        unit, sizes = getattr(pages, "unit", 0), layouts[:, cpu_page.RECORD].copy()
-        if unit:  # bytes that `index` counts, if it does not count pages
+        last = np.array([pool.nbytes for pool in pages.pools]) - layouts[:, cpu_page.RECORD]
+        if unit := getattr(pages, "unit", 0):  # bytes that `index` counts, if it does not count pages
             layouts[:, cpu_page.RECORD] = unit
-        space = np.array([pool.nbytes for pool in pages.pools], np.int64)
-        capacity = np.maximum((space - sizes) // layouts[:, cpu_page.RECORD] + 1, 0)
-        if not cpu_page.check_table(*self.table, capacity):
+        if not cpu_page.check_table(*self.table, layouts, last):
             raise ValueError(
                 "pages: an entry of the page table names a page that does not exist; check_entries() says "
                 "which"
@@ -137,6 +116,8 @@ class _CpuCall(NamedTuple):
 
     def first_visible_of_rows(self, num_bh: int, *shape: int) -> NDArray[np.int64]:
         """`first_visible` of query rows, (num_bh, *shape); rows beyond the last are as the last."""
+        if self.first_visible is None:
+            return np.zeros((num_bh, *shape), np.int64)
         batch, seqlen_q = self.first_visible.shape
         group = self.queries.shape[2] * batch // max(num_bh, 1)
         token = np.minimum(np.arange(math.prod(shape)) // max(group, 1), seqlen_q - 1)
@@ -144,10 +125,10 @@ class _CpuCall(NamedTuple):
             num_bh, *shape
         )
 
-    def splits(self, items: int, most: int, quads_each: int) -> int:
-        """Into how many ranges to cut the quads of a row, so that there are about `most` items of work."""
+    def splits(self, items: int, max_items: int, quads_each: int) -> int:
+        """Into how many ranges to cut the quads of a row, so that there are about `max_items` of work."""
         used = int(self.table[3].max(initial=0)) // QUAD  # the table of a loaded cache is shorter
-        return max(1, min(-(-most // max(items, 1)), used // quads_each))
+        return max(1, min(-(-max_items // max(items, 1)), used // quads_each))
 
 
 def attend(
@@ -189,17 +170,18 @@ def attend_into(
     )
     index = index.view(np.uint32)
     num_pages = np.ascontiguousarray(pages.num_pages).reshape(num_bh)
-    base, first_visible = np.zeros((num_bh, 0), np.uint16), np.zeros((batch, seqlen_q), np.int64)
+    base, first_visible = np.zeros((num_bh, 0), np.uint16), None
     if window:
         base = np.ascontiguousarray(pages.base).reshape(num_bh, entries).view(np.uint16)
-        first_visible += (
-            to_numpy_view(window.first, "first_position")[:, None] + np.arange(seqlen_q) - window.left
-        )
-    key_block, frame = _frame_of(pages, num_bh, head_dim)
+        first = to_numpy_view(window.first, "first_position").astype(np.int64)
+        first_visible = first[:, None] + np.arange(seqlen_q) - window.left
+    keys = _key_frames(pages, num_bh)
+    # Values, and keys that are not in blocks, are rotated in the largest power of two that divides head_dim.
+    block = head_dim & -head_dim
     call = _CpuCall(
         queries=np.ascontiguousarray(view, np.float32),
-        block=key_block,
-        frame=frame,
+        block=block // 4 if keys[-1].size else block,
+        keys=keys,
         table=(rung, count, index, num_pages),
         base=base,
         first_visible=first_visible,
@@ -211,9 +193,7 @@ def attend_into(
     )
     attend_rows = _attend_few_rows if query_rows <= FEW_ROWS else _attend_many_rows
     parts = attend_rows(call, pages, num_bh, query_rows)
-    block = head_dim & -head_dim  # of the rotation of values: the largest power of two that divides it
-    exponent = _exponents_of(pages, num_bh)[:, 1]
-    merge_parts(*parts, block, np.ldexp(np.float32(1 / math.sqrt(block)), exponent), out, lse)
+    merge_parts(*parts, block, keys[2], out, lse)
 
 
 _Parts = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]
@@ -233,12 +213,12 @@ def _attend_few_rows(call: _CpuCall, pages: Pages, num_bh: int, query_rows: int)
         call.first_visible_of_rows(num_bh, blocks, rows),
     )
     unit = np.float32(call.scale if call.softcap else call.scale * kernels.LOG2_E)
-    kernels.lay_out_queries(call.queries, unit, call.frame, call.block, coded, raw, bias)
+    kernels.lay_out_queries(call.queries, unit, call.keys, call.block, coded, raw, bias)
     splits = call.splits(num_bh * blocks, _ITEMS, _QUADS_PER_ITEM)
     parts = np.empty((2, num_bh, blocks, splits, rows, head_dim), np.float32)
     row_max, row_sum = np.empty((2, num_bh, blocks, splits, rows), np.float32)
     run_parallel(
-        kernels.attend_pages, np.zeros(1, np.int64), (coded, raw, bias, first_visible), call.page_table,
+        kernels.attend_pages, np.zeros(2, np.int64), (coded, raw, bias, first_visible), call.page_table,
         layouts, pages.layouts[0].itemsize, call.softcap, call.saved, call.first_saved,
         (parts, row_max, row_sum), alone=call.alone,
     )  # fmt: skip
@@ -254,7 +234,7 @@ def _attend_many_rows(call: _CpuCall, pages: Pages, num_bh: int, query_rows: int
     rows = min(panels, kernels.PANELS) * kernels.PANEL
     coded, raw = np.empty((2, num_bh, panels, (head_dim + 1) * kernels.PANEL), np.float32)
     first_visible = call.first_visible_of_rows(num_bh, panels, kernels.PANEL)
-    kernels.lay_out_panels(call.queries, np.float32(call.scale), call.frame, call.block, coded, raw)
+    kernels.lay_out_panels(call.queries, np.float32(call.scale), call.keys, call.block, coded, raw)
     # Two parts for each range of quads: those with coded values and those with raw ones.
     shape = (num_bh, blocks, 2 * call.splits(num_bh * blocks, _ITEMS // 4, 4 * _QUADS_PER_ITEM), rows)
     parts, (row_max, row_sum) = np.zeros((2, *shape, head_dim), np.float32), np.empty((2, *shape), np.float32)

@@ -1,0 +1,89 @@
+"""Packed CPU decode of two versions in turns, calls behind one of torch, as `kvlab benchmark decode` has it.
+
+    python benchmarks/cpu_decode/turns.py BEFORE AFTER OUT.json
+
+BEFORE and AFTER are folders of checkouts. One process of each answers in turns: 4 calls of each side, 40
+rounds. The machine may be busy: given are the least time, and the quartiles.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+CASES = [(context, widths) for context in (2048, 8192) for widths in ("2", "8", "mixed, average 4")]
+ROUNDS, CALLS = 40, 4
+
+
+def serve() -> None:
+    """Answer each number of a case on stdin with milliseconds of (packed, torch) calls."""
+    import torch
+
+    from kvlab.lab.benchmark.decode import HEAD_DIM, NUM_HEADS_KV, NUM_HEADS_Q, WIDTHS, decode, make_pages
+    from kvlab.ops.packed import packed_attention
+
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((1, 1, NUM_HEADS_Q, HEAD_DIM), np.float32)
+    grouped = torch.from_numpy(q).reshape(1, NUM_HEADS_KV, -1, HEAD_DIM)
+    cases = []
+    for context, widths in CASES:
+        pages = make_pages(rng, WIDTHS[widths], context)
+        cases.append((pages, *map(torch.from_numpy, decode(pages))))
+    for line in sys.stdin:
+        pages, k, v = cases[int(line)]
+        times = []
+        for _ in range(CALLS):
+            start = time.perf_counter()
+            packed_attention(q, pages)
+            middle = time.perf_counter()
+            torch.nn.functional.scaled_dot_product_attention(grouped, k, v)
+            times.append((1e3 * (middle - start), 1e3 * (time.perf_counter() - middle)))
+        print(json.dumps(times), flush=True)
+
+
+def measure(folders: dict[str, str]) -> list[dict[str, object]]:
+    servers = {
+        name: subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env=os.environ | {"PYTHONPATH": folder, "OMP_WAIT_POLICY": "PASSIVE"},
+        )
+        for name, folder in folders.items()
+    }  # fmt: skip
+    found: dict[tuple[int, str], list[list[float]]] = {}
+    for turn, case in product(range(ROUNDS + 1), range(len(CASES))):  # the first round compiles
+        for name in sorted(servers, reverse=bool(turn % 2)):
+            asked, answered = servers[name].stdin, servers[name].stdout
+            assert asked
+            assert answered
+            print(case, file=asked, flush=True)
+            times = json.loads(answered.readline())
+            if turn:
+                found.setdefault((case, name), []).extend(times)
+    for server in servers.values():
+        server.communicate()
+    rows: list[dict[str, object]] = []
+    for (case, name), times in sorted(found.items()):
+        packed, dense = np.transpose(times)
+        steps = ("least", "quarter", "median")
+        row = dict(zip(steps, np.quantile(packed, (0, 0.25, 0.5)).round(3).tolist(), strict=True))
+        row["speedup"] = round(float(np.median(dense / packed)), 2)
+        rows.append({"context": CASES[case][0], "widths": CASES[case][1], "version": name, **row})
+    return rows
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        serve()
+    else:
+        from kvlab.lab.results import provenance
+
+        before, after, out = sys.argv[1:]
+        result = {"provenance": provenance(), "ms": measure({"before": before, "after": after})}
+        Path(out).write_text(json.dumps(result, indent=1) + "\n")
