@@ -16,7 +16,10 @@ from kvlab.lab.benchmark import harness
 ROOT = Path(__file__).parents[3]
 ALL = sorted((ROOT / "benchmarks").rglob("*.py"))
 SCRIPTS = [str(path.relative_to(ROOT)) for path in ALL if "harness.run(" in path.read_text()]
-NEEDED = {"benchmarks/engine/tokens.py": ["--cases", "pythia-2.8b:1x32,pythia-2.8b:8x1024"]}
+NEEDED = {
+    "benchmarks/cpu_decode/turns.py": ["OUT.json", "BEFORE", "AFTER"],
+    "benchmarks/engine/tokens.py": ["--cases", "pythia-2.8b:1x32,pythia-2.8b:8x1024"],
+}
 
 
 def run(
