@@ -49,6 +49,7 @@ def parse(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
         raise Parsed
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", accept)
+    monkeypatch.syspath_prepend(str((ROOT / script).parent))  # as Python does
     main = runpy.run_path(str(ROOT / script), run_name="script")["main"]
     with pytest.raises(Parsed):
         main()

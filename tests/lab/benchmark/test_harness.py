@@ -16,7 +16,10 @@ from kvlab.lab.benchmark import harness
 ROOT = Path(__file__).parents[3]
 ALL = sorted((ROOT / "benchmarks").rglob("*.py"))
 SCRIPTS = [str(path.relative_to(ROOT)) for path in ALL if "harness.run(" in path.read_text()]
-NEEDED = {"benchmarks/engine/tokens.py": ["--cases", "pythia-2.8b:1x32,pythia-2.8b:8x1024"]}
+NEEDED = {
+    "benchmarks/cpu_decode/turns.py": ["OUT.json", "BEFORE", "AFTER"],
+    "benchmarks/engine/tokens.py": ["--cases", "pythia-2.8b:1x32,pythia-2.8b:8x1024"],
+}
 
 
 def run(
@@ -115,6 +118,7 @@ def test_scripts_have_no_driver_of_their_own() -> None:
 
 def call(script: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
     monkeypatch.setattr("sys.argv", [str(ROOT / script), *NEEDED.get(script, ()), *arguments])
+    monkeypatch.syspath_prepend(str((ROOT / script).parent))  # as Python does
     return runpy.run_path(str(ROOT / script), run_name="script")["main"]()
 
 
