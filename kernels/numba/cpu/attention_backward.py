@@ -14,9 +14,9 @@ cpu/tiles.py. Scratch memory of a thread at head_dim 128: 350 KiB in the first p
 
 `lse` and `out` may be those of more keys than there are here: then the gradients are those of this part.
 
-`out` was rounded, and what delta lost by that, all keys of a row get: of equal keys, whose slopes add up to 0,
-dq then keeps nothing else. So where a tile holds all keys of a row, delta is the mean of <dout, v> by its
-weights, if rounding explains the difference of the two.
+`out` was rounded, and the slopes of all keys of a row get what delta lost by that. Slopes of equal keys add
+up to 0, so their dq would be nothing else. Where a tile holds all keys of a row, delta therefore is the mean
+of <dout, v> by its weights, if rounding explains the difference.
 """
 
 import numpy as np
@@ -54,7 +54,7 @@ place of an out of 16 bits, 16 of one in float32, whose sums err more."""
 
 _SQUARE = PANEL * PANEL
 _LEAST = np.float32(2.0**-126)  # a weight below this is 0, see `exp2`
-_NEARLY = np.float32(2.0**-10)  # so near to 1 weights of a tile are all of a row
+_NEARLY = np.float32(2.0**-14)  # so near to 1 are the weights of a row that has no other keys
 _ZERO, _ONE, _INFINITY = np.float32(0), np.float32(1), np.float32(np.inf)
 
 
@@ -84,7 +84,8 @@ def _probabilities(
 ):  # fmt: skip
     """Turn scores into probabilities, and slopes, which hold <dout, v>, into slopes.
 
-    With a `slack`, dpsum (PANEL,) of rows all of whose keys are here is found anew. `bends` is scratch.
+    dpsum (PANEL,) is found anew for rows with a `slack` (PANEL,), all of whose keys are here; `slack` may be
+    empty. `bends` is scratch.
     """
     if softcap > 0:
         cap_and_bend(scores, keys, rate, softcap, bends)
@@ -155,12 +156,21 @@ def _keep_dpsum(dpsum, place, head, group, row, rows, kept):
 
 
 @helper
-def _may_hold_rows(place, group, row, rows, key, left, right):
-    """Whether a row of a panel may see no key but those of the tile at `key`."""
-    behind = place[4] - place[2]
-    oldest = max((min(row + PANEL, rows) - 1) // group + behind - left, 0)
-    newest = min(row // group + behind + right, place[4] - 1)
-    return oldest >= key and newest < key + KEYS
+def _slack_of_whole_rows(place, group, row, rows, key, left, right, slack, found):
+    """Say whether rows see no key but those of the tile at `key`; found (PANEL,) = their slack, of others 0.
+
+    `found` is not written where the first or the last row says that there are none.
+    """
+    behind, top, bottom = place[4] - place[2], row // group, (min(row + PANEL, rows) - 1) // group
+    if max(bottom + behind - left, 0) < key or min(top + behind + right, place[4] - 1) >= key + KEYS:
+        return False
+    some = False
+    for lane in range(PANEL):
+        position = (row + lane) // group + behind
+        whole = max(position - left, 0) >= key and min(position + right, place[4] - 1) < key + KEYS
+        found[lane] = slack[lane] if whole else 0
+        some |= whole
+    return some
 
 
 @helper
@@ -238,7 +248,7 @@ def backward_queries(
     queries, above, totals = np.empty((3, PANELS, width * PANEL), np.float32)
     logs, dpsum, slack = np.empty((3, PANELS, PANEL), np.float32)
     scores, slopes, bends = np.empty((3, KEYS * PANEL), np.float32)
-    first, last = np.empty((2, PANEL), np.float32)
+    first, last, marks = np.empty((3, PANEL), np.float32)
     line, other, rest = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(LANES, np.uint16)
     sums, exponents = np.empty(LANES, np.float64), np.empty(LANES, np.float32)
     ones, nothing = np.ones(PANEL, np.float32), np.empty(0, np.float32)
@@ -269,11 +279,13 @@ def backward_queries(
                     continue
                 multiply(keys_tile, pitch, 1, queries[p], channels, CHUNK, scores, padded, ones, True)
                 multiply(values_tile, pitch, 1, above[p], channels, CHUNK, slopes, padded, ones, True)
-                whole = _may_hold_rows(place, group, start + p * PANEL, rows, key, left, right)
+                whole = _slack_of_whole_rows(
+                    place, group, start + p * PANEL, rows, key, left, right, slack[p], marks
+                )
                 _probabilities(
                     scores, slopes, padded, hidden or padded < KEYS, first, last, keys_tile, pitch,
                     queries[p], channels, dtype, factor, rate, softcap, logs[p], dpsum[p],
-                    slack[p] if whole else nothing, bends, sums, exponents,
+                    marks if whole else nothing, bends, sums, exponents,
                 )  # fmt: skip
                 multiply(keys_tile, 1, pitch, slopes, padded, KEYS, totals[p], width, ones, False)
         for p in range(panels):

@@ -221,7 +221,7 @@ def update_softmax(scores, keys, scale_log2, row_max, row_sum, rescale, peak):
     """Turn scores into weights exp2(scale_log2 * score - row_max), raise row_max; older sums times `rescale`.
 
     row_max is a rounded product with scale_log2: all that is relative to it is relative to one number.
-    keys is a multiple of 4. peak (PANEL,) is the largest weight of each row.
+    keys is a multiple of 4. peak (PANEL,), if not empty, receives the largest weight of each row.
     """
     for lane in range(0, PANEL, LANES):
         best = load(scores, lane)
@@ -230,7 +230,8 @@ def update_softmax(scores, keys, scale_log2, row_max, row_sum, rescale, peak):
         before = load(row_max, lane)
         new_max = maximum(best * splat(scale_log2), before)
         below = splat(_ZERO) - new_max
-        store(peak, lane, exp2(fused(best, splat(scale_log2), below)))
+        if peak.size:
+            store(peak, lane, exp2(fused(best, splat(scale_log2), below)))
         lost = exp2(before - new_max)
         total = load(row_sum, lane) * lost
         for first in range(0, keys, 4):
