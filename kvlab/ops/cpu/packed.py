@@ -212,7 +212,7 @@ def _attend_few_rows(call: _CpuCall, pages: Pages, num_bh: int, query_rows: int)
         np.empty((num_bh, blocks, rows), np.float32),
         call.first_visible_of_rows(num_bh, blocks, rows),
     )
-    unit = np.float32(call.scale if call.softcap else call.scale * kernels.LOG2_E)
+    unit = np.float32(call.scale if call.softcap else call.scale * float(kernels.LOG2_E))
     kernels.lay_out_queries(call.queries, unit, call.keys, call.block, coded, raw, bias)
     splits = call.splits(num_bh * blocks, _ITEMS, _QUADS_PER_ITEM)
     parts = np.empty((2, num_bh, blocks, splits, rows, head_dim), np.float32)
