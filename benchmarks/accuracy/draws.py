@@ -1,6 +1,6 @@
 """How many of drawn calls that are hard on accuracy are beyond promise 2 on a CPU, and by how much.
 
-    python benchmarks/accuracy/draws.py OUT.json [CALLS [KIND [DTYPE]]]
+    python benchmarks/accuracy/draws.py OUT.json [--calls 2000] [--kinds ...] [--dtypes ...]
 
 The draws are those of `tests/draws.py`: call N of a kind is the same in each run. Per kind, dtype and result:
 calls, those beyond, the largest error as a share of what is allowed, and the numbers of the first ten beyond.
@@ -8,15 +8,16 @@ calls, those beyond, the largest error as a share of what is allowed, and the nu
 
 from __future__ import annotations
 
-import json
+import argparse
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from kvlab.lab.results import provenance
+from kvlab.lab.benchmark import harness
 from tests.draws import KINDS, shares
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -44,17 +45,22 @@ def count(kind: str, dtype: str, calls: int) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def main() -> None:
-    path, calls = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 2000
-    rows = []
-    for kind in sys.argv[3:4] or KINDS:
-        for dtype in sys.argv[4:5] or DTYPES:
-            if dtype == "float32" or kind != "packed and recent":
-                rows += count(kind, dtype, calls)
-                for row in [row for row in rows if (row["call"], row["dtype"]) == (kind, dtype)]:
-                    print(*row.values(), flush=True)
-    Path(path).write_text(json.dumps({"provenance": provenance(calls=calls), "rows": rows}, indent=1) + "\n")
+def cases(given: argparse.Namespace) -> list[harness.Case]:
+    return [
+        harness.Case(f"{kind}, {dtype}", partial(count, kind, dtype, given.calls))
+        for kind in given.kinds
+        for dtype in given.dtypes
+        if dtype == "float32" or kind != "packed and recent"
+    ]
+
+
+def main() -> int:
+    parser = harness.options(__doc__, "cpu")
+    parser.add_argument("--calls", type=int, default=2000)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
+    return harness.run(parser, cases)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

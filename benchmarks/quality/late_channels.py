@@ -22,6 +22,7 @@ import argparse
 import json
 import math
 import time
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,9 @@ import simulation
 import torch
 from simulation import EVERY, GRID, PROMPT, SCORED, Bench, Cache, Exact, Model, hadamard, on_grid
 
+from kvlab.lab.benchmark import harness
 from kvlab.lab.quality.model import load_smollm2
 from kvlab.lab.quality.text import cut_windows
-from kvlab.lab.results import provenance
 from kvlab.ops.frame import further_shift
 from kvlab.reference.blocks import follow_ratios
 
@@ -256,34 +257,38 @@ class LateBench(Bench):
         cache.n = PROMPT
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("out", type=Path)
+def cases(given: argparse.Namespace) -> list[harness.Case]:
+    plain: dict[float, torch.Tensor] = {}
+
+    @cache
+    def bench() -> LateBench:
+        torch.set_num_threads(1)
+        return LateBench(given.windows)
+
+    @torch.inference_mode()
+    def measure(case: dict[str, Any]) -> dict[str, Any]:
+        begin = time.time()
+        bench().turn_to(tuple(case.get("large", ())))
+        row = {"case": case, **bench().late({"bits": PROFILES, **case})}
+        blocks = torch.tensor(row["blocks"])
+        if not case.get("large"):
+            plain[case["budget"]] = blocks
+        if (base := plain.get(case["budget"])) is not None:
+            times = blocks.mean() / base.mean()
+            row["times"] = float(times)
+            row["times_error"] = float((blocks - times * base).std() / len(blocks) ** 0.5 / base.mean())
+        return row | {"seconds": round(time.time() - begin)}
+
+    chosen = json.loads(given.cases.read_text()) if given.cases else CASES
+    return [harness.Case(case["name"], partial(measure, case)) for case in chosen]
+
+
+def main() -> int:
+    parser = harness.options(__doc__, "cpu")
     parser.add_argument("cases", type=Path, nargs="?")
     parser.add_argument("--windows", type=int, default=4)
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    rows: list[dict[str, Any]] = []
-    plain: dict[float, torch.Tensor] = {}
-    with torch.inference_mode():
-        bench = LateBench(given.windows)
-        for case in json.loads(given.cases.read_text()) if given.cases else CASES:
-            begin = time.time()
-            bench.turn_to(tuple(case.get("large", ())))
-            row = {"case": case, **bench.late({"bits": PROFILES, **case})}
-            blocks = torch.tensor(row["blocks"])
-            if not case.get("large"):
-                plain[case["budget"]] = blocks
-            if (base := plain.get(case["budget"])) is not None:
-                times = blocks.mean() / base.mean()
-                row["times"] = float(times)
-                row["times_error"] = float((blocks - times * base).std() / len(blocks) ** 0.5 / base.mean())
-            row["seconds"] = round(time.time() - begin)
-            rows.append(row)
-            found = {"schema": "kvlab quality simulation 1", "provenance": provenance(), "rows": rows}
-            given.out.write_text(json.dumps(found))
-            print(case["name"], *(row.get(x) for x in ("kl", "times", "times_error", "shifts")), flush=True)
+    return harness.run(parser, cases, schema="kvlab quality simulation 2")
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -39,6 +39,7 @@ import argparse
 import json
 import math
 import time
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,10 @@ import torch
 import torch.nn.functional as F
 
 from kvlab.cache.importance import weight_of_collection
+from kvlab.lab.benchmark import harness
 from kvlab.lab.quality.model import load_smollm2
 from kvlab.lab.quality.prompts import many_keys
 from kvlab.lab.quality.text import cut_windows
-from kvlab.lab.results import provenance
 from kvlab.ladder import BITS_OF_WIDTHS, ERRORS, SHARES, parse_bits
 from kvlab.ops.frame import STEADY_OVER, mean_factors
 from kvlab.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE
@@ -689,54 +690,45 @@ class Bench:
         return {"log_p": log_p, "exact": exact_} | bits
 
 
-def _shown(row: dict[str, Any], full: dict[str, Any]) -> str:
-    """One line of a row; adds to it what is found of what `full` precision finds."""
-    shown = []
-    for task in ("single", "single64", "parts64", "parts512", "grow"):
-        if task in row:
-            shown.append(f"{task} {row[task]['kl']:.4f} +- {row[task]['error']:.4f}")
-    if "retrieval" in row:
-        found = row["retrieval"]
-        known, log_p = torch.tensor(full["exact"]).bool(), torch.tensor(full["log_p"])
-        found["found"] = int((torch.tensor(found["exact"]).bool() & known).sum())
-        found["lost"] = float((log_p - torch.tensor(found["log_p"])).mean())
-        shown.append(f"found {found['found']} of {int(known.sum())}, lost {found['lost']:.2f}")
-    return "; ".join(shown) + row.get("failed", "") + f" ({row['seconds']} s)"
+def cases(given: argparse.Namespace) -> list[harness.Case]:
+    formats = json.loads(given.formats.read_text())
+
+    @cache
+    def bench() -> Bench:
+        torch.backends.cuda.matmul.allow_tf32 = False
+        return Bench(given.windows, given.layers, given.device, True)
+
+    @cache
+    def full() -> dict[str, Any]:
+        return bench().retrieval(None)
+
+    @torch.inference_mode()
+    def measure(form: dict[str, Any] | None) -> dict[str, Any]:
+        if form is None:
+            return {"form": {"name": "full precision"}, "retrieval": full()}
+        begin, row = time.time(), {"form": form}
+        for task in form.get("tasks", DEFAULT["tasks"]):
+            row[task] = getattr(bench(), task)(form)
+        if "retrieval" in row:
+            found, known = row["retrieval"], torch.tensor(full()["exact"]).bool()
+            found["found"] = int((torch.tensor(found["exact"]).bool() & known).sum())
+            found["lost"] = float((torch.tensor(full()["log_p"]) - torch.tensor(found["log_p"])).mean())
+        return row | {"seconds": round(time.time() - begin, 2)}
+
+    asks = any("retrieval" in form.get("tasks", DEFAULT["tasks"]) for form in formats)
+    found = [harness.Case("full precision", partial(measure, None))] if asks else []
+    return found + [harness.Case(form["name"], partial(measure, form)) for form in formats]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("out", type=Path)
+def main() -> int:
+    parser = harness.options(__doc__)
     parser.add_argument("formats", type=Path)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--seconds", type=float, default=160)
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--layers", type=int, default=30)
-    given = parser.parse_args()
-    start, rows = time.time(), []
-    torch.backends.cuda.matmul.allow_tf32 = False
-    with torch.inference_mode():
-        formats = json.loads(given.formats.read_text())
-        bench = Bench(given.windows, given.layers, given.device, True)
-        asks = any("retrieval" in form.get("tasks", DEFAULT["tasks"]) for form in formats)
-        full = bench.retrieval(None) if asks else {"exact": [], "log_p": []}
-        print(f"{time.time() - start:.1f} s: full precision finds {sum(full['exact'])}", flush=True)
-        for form in formats:
-            if time.time() - start > given.seconds:
-                print("out of time at", form["name"])
-                break
-            begin, row = time.time(), {"form": form}
-            try:
-                for task in form.get("tasks", DEFAULT["tasks"]):
-                    row[task] = getattr(bench, task)(form)
-            except torch.OutOfMemoryError as error:
-                row["failed"] = str(error)
-            row["seconds"] = round(time.time() - begin, 2)
-            print(f"{time.time() - start:5.1f} s", form["name"], "|", _shown(row, full), flush=True)
-            rows.append(row)
-            found = {"schema": "kvlab quality simulation 1", "provenance": provenance(), "full": full}
-            given.out.write_text(json.dumps({**found, "rows": rows}))
+    parser.set_defaults(seconds=160.0)
+    return harness.run(parser, cases, schema="kvlab quality simulation 2")
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

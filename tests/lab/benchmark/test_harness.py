@@ -18,6 +18,7 @@ ALL = sorted((ROOT / "benchmarks").rglob("*.py"))
 SCRIPTS = [str(path.relative_to(ROOT)) for path in ALL if "harness.run(" in path.read_text()]
 NEEDED = {
     "benchmarks/cpu_decode/turns.py": ["OUT.json", "BEFORE", "AFTER"],
+    "benchmarks/quality/simulation.py": ["OUT.json", "FORMATS.json"],
     "benchmarks/engine/tokens.py": ["--cases", "pythia-2.8b:1x32,pythia-2.8b:8x1024"],
 }
 
@@ -110,10 +111,8 @@ def test_clocks_of_the_gpu_stand_beside_every_case(tmp_path: Path, monkeypatch: 
     assert found["gpu_after"] == {"one": dict.fromkeys(names[:4], "7")}
 
 
-def test_scripts_have_no_driver_of_their_own() -> None:
-    """Simulations of formats in benchmarks/quality print and write beside their own reports."""
-    others = [str(path.parent.name) for path in ALL if str(path.relative_to(ROOT)) not in SCRIPTS]
-    assert set(others) <= {"quality"}
+def test_every_script_uses_the_driver() -> None:
+    assert [str(path.relative_to(ROOT)) for path in ALL if "harness.run(" not in path.read_text()] == []
 
 
 def call(script: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
@@ -124,9 +123,11 @@ def call(script: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_scripts_name_their_cases_without_a_gpu(
-    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    Path("FORMATS.json").write_text('[{"name": "the cache"}]')
     assert call(script, monkeypatch, "--list") == 0
     names = capsys.readouterr().out.splitlines()
     assert names
@@ -134,6 +135,7 @@ def test_scripts_name_their_cases_without_a_gpu(
 
 
 SMALL = {
+    "benchmarks/accuracy/draws.py": ["--calls", "1", "--dtypes", "float32"],
     "benchmarks/cpu_cache/run.py": ["--lengths", "128"],
     "benchmarks/replay/run.py": ["--tiny", "--device", "cpu", "--windows", "1", "--budgets", "0.3"],
     "benchmarks/resident_memory/run.py": ["--size", "16MiB"],
