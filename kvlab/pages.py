@@ -150,8 +150,9 @@ class PageLayout:
     Examples
     --------
     >>> layout = PageLayout(head_dim=64, bits_k=4, bits_v=2, itemsize=2)
-    >>> layout.k_codes, layout.k_steps, layout.v_codes, layout.v_steps, layout.positions, layout.importance
-    (0, 512, 528, 784, 800, 832)
+    >>> offsets = layout.k_codes, layout.k_step_sizes, layout.v_codes, layout.v_step_sizes
+    >>> offsets, layout.positions, layout.importance
+    ((0, 512, 528, 784), 800, 832)
     >>> layout.nbytes
     848
     """
@@ -225,24 +226,24 @@ class PageLayout:
         return 0
 
     @cached_property
-    def k_steps(self) -> int:
-        """Byte offset of the steps of K; no bytes are there at width 16."""
+    def k_step_sizes(self) -> int:
+        """Byte offset of the step sizes of K; no bytes are there at width 16."""
         return self.code_bytes(self.bits_k)
 
     @cached_property
     def v_codes(self) -> int:
         """Byte offset of the codes of V."""
-        return self.k_steps + TOKENS_PER_PAGE * self.k_coded
+        return self.k_step_sizes + TOKENS_PER_PAGE * self.k_coded
 
     @cached_property
-    def v_steps(self) -> int:
-        """Byte offset of the steps of V; no bytes are there at width 16."""
+    def v_step_sizes(self) -> int:
+        """Byte offset of the step sizes of V; no bytes are there at width 16."""
         return self.v_codes + self.code_bytes(self.bits_v)
 
     @cached_property
     def positions(self) -> int:
         """Byte offset of the positions."""
-        return self.v_steps + TOKENS_PER_PAGE * self.v_coded
+        return self.v_step_sizes + TOKENS_PER_PAGE * self.v_coded
 
     @cached_property
     def importance(self) -> int:
@@ -318,8 +319,10 @@ def placed_channels(k_order: NDArray[Any]) -> NDArray[Any]:
     array([ 6,  7, 14, 15,  2,  3, 10, 11,  0,  1,  8,  9,  4,  5, 12, 13])
     """
     half = k_order.shape[-1]
-    pairs = k_order.reshape(*k_order.shape[:-1], 4, half // 4)
-    return np.concatenate([pairs, pairs + half], axis=-1).reshape(*k_order.shape[:-1], 2 * half)
+    rows_and_heads = k_order.reshape(*k_order.shape[:-1], 4, half // 4)
+    return np.concatenate([rows_and_heads, rows_and_heads + half], axis=-1).reshape(
+        *k_order.shape[:-1], 2 * half
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -403,7 +406,7 @@ class LayerPages:
             if table.dtype != dtype or table.shape != shape:
                 raise ValueError(f"{name} must be {dtype} {shape}, got {table.dtype} {table.shape}")
 
-        pairs = self.num_pages.shape
+        rows_and_heads = self.num_pages.shape
         frame: dict[str, tuple[Any, ...]] = {
             "k_mean": ("float16", (self.head_dim,), None),
             "k_shift": ("uint8", (self.head_dim // 2,), 0),
@@ -413,8 +416,8 @@ class LayerPages:
         }
         for name, (dtype, own, usual) in frame.items():
             if usual is not None and not getattr(self, name).size:
-                object.__setattr__(self, name, np.full((*pairs, *own), usual, dtype))
-            of_frame, shape = getattr(self, name), (*pairs, *own)
+                object.__setattr__(self, name, np.full((*rows_and_heads, *own), usual, dtype))
+            of_frame, shape = getattr(self, name), (*rows_and_heads, *own)
             if of_frame.dtype != dtype or of_frame.shape != shape:
                 raise ValueError(f"{name} must be {dtype} {shape}, got {of_frame.dtype} {of_frame.shape}")
 

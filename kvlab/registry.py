@@ -301,8 +301,8 @@ def _why_none(operation: str, device_kind: str, backend: str | None, requirement
             reasons.append(f"backend {row.backend!r} does not support {'; '.join(missing)}")
         elif not missing:
             would.append(f"backend {row.backend!r} on {row.device_kind} arrays")
-    asked = "" if backend is None else f" with backend={backend!r}"
-    reason = ". ".join(reasons) or f"there is no implementation{asked} for {device_kind} arrays"
+    named = "" if backend is None else f" with backend={backend!r}"
+    reason = ". ".join(reasons) or f"there is no implementation{named} for {device_kind} arrays"
     way = f". Supported by: {', '.join(would)}" if would else ""
     other = "; convert the arrays to a supported dtype" if dtype_refused else ""
     return f"{operation}: {reason}{way}{other}"

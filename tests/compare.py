@@ -37,21 +37,9 @@ def assert_accurate(actual: Array, expected: ArrayLike, low_precision: ArrayLike
     overflows.
     """
     got, want, low = (np.asarray(x, dtype=np.float64) for x in (actual, expected, low_precision))
-    if not got.shape == want.shape == low.shape:
-        raise AssertionError(f"{name}: shape {got.shape}, expected {want.shape}, low precision {low.shape}")
-    _assert_same_places(got, want, name)
-    finite = np.isfinite(want)
-    if not finite.any():
-        return
-    allowed_low = 2 * _distance(low, want, finite).max()
-    allowed_ulp = 2 * ulp(np.abs(want[finite]).max(), actual.dtype)
+    error, allowed_low, allowed_ulp = _error_and_allowed(got, want, low, actual.dtype, name)
     allowed = allowed_low + allowed_ulp
-    if not np.isfinite(allowed):
-        raise ValueError(
-            f"{name}: these data overflow in {actual.dtype} or in low precision, and cannot judge"
-        )
-    error = _distance(got, want, finite)
-    if error.max() > allowed:
+    if error.max(initial=0) > allowed:
         worst = np.unravel_index(error.argmax(), error.shape)
         place = tuple(map(int, worst))
         raise AssertionError(
@@ -62,10 +50,34 @@ def assert_accurate(actual: Array, expected: ArrayLike, low_precision: ArrayLike
         )
 
 
+def share_of_allowed(actual: Array, expected: ArrayLike, low_precision: ArrayLike) -> float:
+    """Return the largest error as a share of what `assert_accurate` allows: 1 at most passes there."""
+    got, want, low = (np.asarray(x, dtype=np.float64) for x in (actual, expected, low_precision))
+    error, *allowed = _error_and_allowed(got, want, low, actual.dtype, "result")
+    return float(error.max(initial=0) / sum(allowed)) if error.any() else 0.0
+
+
 def ulp(value: float, dtype: np.dtype[Any]) -> float:
     """Return the distance from |value| to the next number of this dtype; NaN if it overflows."""
     with np.errstate(over="ignore", invalid="ignore"):
         return float(np.spacing(np.abs(np.asarray(value).astype(dtype))))
+
+
+def _error_and_allowed(
+    got: Array, want: Array, low: Array, dtype: np.dtype[Any], name: str
+) -> tuple[Array, float, float]:
+    """Return errors, and what is allowed for low precision and for 2 ulp."""
+    if not got.shape == want.shape == low.shape:
+        raise AssertionError(f"{name}: shape {got.shape}, expected {want.shape}, low precision {low.shape}")
+    _assert_same_places(got, want, name)
+    finite = np.isfinite(want)
+    if not finite.any():
+        return np.zeros(want.shape), 0.0, 0.0
+    allowed_low = float(2 * _distance(low, want, finite).max())
+    allowed_ulp = 2 * ulp(np.abs(want[finite]).max(), dtype)
+    if not np.isfinite(allowed_low + allowed_ulp):
+        raise ValueError(f"{name}: these data overflow in {dtype} or in low precision, and cannot judge")
+    return _distance(got, want, finite), allowed_low, allowed_ulp
 
 
 def _distance(x: Array, expected: Array, where: NDArray[np.bool_]) -> Array:

@@ -148,14 +148,14 @@ class Simulation:
     held: Counter[tuple[int, int]] = field(default_factory=Counter)
 
     def change(
-        self, new: Tokens | None = None, by_position: bool = False, most_new_pages: int = 1 << 30
+        self, new: Tokens | None = None, by_position: bool = False, max_new_pages: int = 1 << 30
     ) -> Change:
         """Plan, carry out, and check what must hold after any change."""
         ladder, _ = LADDERS[self.name]
         before = self.levels()
         change = plan(
             self.layer, ladder, new, sink=self.sink, recent=self.recent, lookahead=self.lookahead,
-            fixed_nbytes=self.fixed, by_position=by_position, most_new_pages=most_new_pages,
+            fixed_nbytes=self.fixed, by_position=by_position, max_new_pages=max_new_pages,
             window=self.window, floor=self.floor, reach=self.reach, choose=CHOICES[self.choose],
         )  # fmt: skip
         self.carry_out(change, new)

@@ -13,18 +13,15 @@ without it) or bytes: what a forward call reads from memory, by Nsight Compute.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import kvlab
+from kvlab.lab.benchmark import harness
 from kvlab.lab.benchmark.grouped import bytes_read
-from kvlab.lab.guard import gpu_state
-from kvlab.lab.results import provenance
 from kvlab.lab.timing_gpu import recorded, time_by_events
 
 Calls = dict[str, Callable[[], Any]]
@@ -143,22 +140,22 @@ def measure(kind: str, case: str, sm_margin: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("out", type=Path)
+def cases(given: argparse.Namespace) -> list[harness.Case]:
+    return [
+        harness.Case(f"{kind} {case}", partial(measure, kind, case, given.sm_margin))
+        for kind in ((given.only,) if given.only else ("backward", "forward"))
+        for case in CASES
+        if given.cases in case
+    ]
+
+
+def main() -> int:
+    parser = harness.options(__doc__)
     parser.add_argument("--only", choices=("forward", "backward", "bytes"))
     parser.add_argument("--cases", default="", help="only those whose names hold this text")
     parser.add_argument("--sm-margin", type=int, default=0, help="multiprocessors left to others")
-    options = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    for kind in (options.only,) if options.only else ("backward", "forward"):
-        for case in (case for case in CASES if options.cases in case):
-            rows.append(measure(kind, case, options.sm_margin))
-            times_faster = {name: round(x, 3) for name, x in rows[-1].get("x_separate", {}).items()}
-            print(kind, case, times_faster or rows[-1]["counted"], flush=True)
-    found = provenance(sm_margin=options.sm_margin) | {"gpu_state": gpu_state(), "rows": rows}
-    options.out.write_text(json.dumps(found, indent=1) + "\n")
+    return harness.run(parser, cases)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

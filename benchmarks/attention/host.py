@@ -12,11 +12,9 @@ FlashAttention takes no fewer.
 from __future__ import annotations
 
 import argparse
-import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import kvlab
 from kvlab.integrations import torch_autograd, torch_grouped
 from kvlab.integrations.flash_attn import flash_attn_func
-from kvlab.lab.results import provenance
+from kvlab.lab.benchmark import harness
 
 Call = Callable[[], Any]
 TOKENS, HEADS, HEADS_KV, DIM, IN_A_ROW = 128, 32, 8, 128, 40
@@ -114,24 +112,29 @@ def turn(call: Call) -> float:
     return (time.perf_counter_ns() - start) / IN_A_ROW / 1e3
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--turns", type=int, default=30)
-    options = parser.parse_args()
-    made, found = calls(), {}
+def measure(number: int) -> Iterator[dict[str, Any]]:
+    made = calls()
     for threads in ("one", "default"):
         with torch.autograd.set_multithreading_enabled(threads == "default"):
             for call in made.values():
                 turn(call)
-            turns = [{name: turn(call) for name, call in made.items()} for _ in range(options.turns)]
+            turns = [{name: turn(call) for name, call in made.items()} for _ in range(number)]
         for name in made:
             times = sorted(each[name] for each in turns)
-            found[f"{name}: {threads}"] = {"median": times[len(times) // 2], "least": times[0]}
-            print(f"{threads:8s}{name:40s}{times[len(times) // 2]:8.1f}{times[0]:8.1f}", flush=True)
-    about = provenance() | {"cudnn": torch.backends.cudnn.version(), "kvlab": kvlab.__file__}
-    options.output.write_text(json.dumps({"provenance": about, "host us": found}, indent=1) + "\n")
+            yield {
+                "threads": threads, "call": name, "host_us": times[len(times) // 2], "least_us": times[0],
+            }  # fmt: skip
+
+
+def cases(given: argparse.Namespace) -> list[harness.Case]:
+    return [harness.Case("all calls in turns", partial(measure, given.turns))]
+
+
+def main() -> int:
+    parser = harness.options(__doc__)
+    parser.add_argument("--turns", type=int, default=30)
+    return harness.run(parser, cases, cudnn=torch.backends.cudnn.version())
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

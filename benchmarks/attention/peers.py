@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from pathlib import Path
@@ -33,9 +32,8 @@ import torch
 
 import kvlab
 from kvlab.jit.build import build
+from kvlab.lab.benchmark import harness
 from kvlab.lab.benchmark.attention_peers import backward_of, peers
-from kvlab.lab.guard import gpu_state
-from kvlab.lab.results import provenance
 from kvlab.lab.timing_gpu import recorded, time_by_events
 from kvlab.ops.cuda import attention, attention_backward, attention_sm90
 
@@ -258,8 +256,8 @@ WHAT: dict[str, tuple[list[Case], Callable[[Case, Others], dict[str, Call]], int
 """Cases, the calls of one, and operations of a pair and channel."""
 
 
-def measure(case: Case, what: str, others: Others) -> dict[str, float]:
-    """Return TFLOPS by contestant."""
+def measure(case: Case, what: str, others: Others) -> dict[str, Any]:
+    """Return TFLOPS by contestant, and the most of those that are not kvlab."""
     _, make, each = WHAT[what]
     calls = make(case, others)
     if case.head_dim > 128:
@@ -272,41 +270,34 @@ def measure(case: Case, what: str, others: Others) -> dict[str, float]:
     operations = {name: of_pair * sum(n * n for n in lengths[name]) for name in calls}
     times = max(1, int(LOOP_SECONDS / (max(operations.values()) / 4.5e14 + 1e-5)))
     timings = time_by_events(calls, repeats=5, each=times, pause=PAUSE_CYCLES)
-    return {name: operations[name] / timing.median / 1e12 for name, timing in timings.items()}
+    found = {name: operations[name] / timing.median / 1e12 for name, timing in timings.items()}
+    best = max((x for name, x in found.items() if not name.startswith("kvlab")), default=0.0)
+    return {
+        "case": f"{what} {case.name}",
+        "tflops": found,
+        "best peer": best,
+        "ratio": found["kvlab"] / best if best else None,
+    }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("output", type=Path)
+def cases(given: argparse.Namespace) -> list[harness.Case]:
+    others = Others(given.portable, given.before)
+    return [
+        harness.Case(f"{what} {case.name}", partial(measure, case, what, others))
+        for what in ((given.only,) if given.only else ("forward", "backward", "deterministic"))
+        for case in WHAT[what][0]
+        if given.cases in case.name
+    ]
+
+
+def main() -> int:
+    parser = harness.options(__doc__)
     parser.add_argument("--only", choices=WHAT)
     parser.add_argument("--cases", default="", help='only those that contain this, as in "d128 causal"')
     parser.add_argument("--portable", action="store_true", help="time the kernel for other GPUs, too")
     parser.add_argument("--before", type=Path, help="kernels/cuda of another checkout, to time it, too")
-    options = parser.parse_args()
-    clocks: dict[str, str] = {}
-    results: list[dict[str, Any]] = []
-    about = provenance() | {
-        "cudnn": torch.backends.cudnn.version(),
-        "clocks and power after each case": clocks,
-    }
-    document: dict[str, Any] = {"provenance": about, "results": results}
-    for what in (options.only,) if options.only else ("forward", "backward", "deterministic"):
-        for case in (case for case in WHAT.get(what, ((),))[0] if options.cases in case.name):
-            found = measure(case, what, Others(options.portable, options.before))
-            best = max((x for name, x in found.items() if not name.startswith("kvlab")), default=0.0)
-            results.append({"case": f"{what} {case.name}", "tflops": found, "best peer": best})
-            rates = ", ".join(f"{name} {x:.0f}" for name, x in found.items())
-            print(
-                f"{what} {case.name}: {rates}",
-                f"{found['kvlab'] / best:.2f}" if best else "alone",
-                flush=True,
-            )
-            state = gpu_state() or {}
-            clocks[f"{what} {case.name}"] = f"{state.get('clocks.sm')}, {state.get('power.draw')}"
-            options.output.write_text(json.dumps(document, indent=1) + "\n")
-            torch.cuda.empty_cache()
-    options.output.write_text(json.dumps(document, indent=1) + "\n")
+    return harness.run(parser, cases, cudnn=torch.backends.cudnn.version())
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

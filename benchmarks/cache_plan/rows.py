@@ -2,32 +2,28 @@
 
     python benchmarks/cache_plan/rows.py OUT.json [--tokens 32768] [--layers 32] [--repeats 9]
 
-The layers are those of `run.py`: 8 KV heads of 128 channels, ladder 2, 3, 4, 8, budget 0.35. A time is from
-the call until the device is done, the median of several after two that warm up; `repeat_2_host` is until the
-call returns. `repeat_2_first` is the first of all, of sizes that nothing remembers, in memory that torch has
-had before. `copy` is torch's copy of as many bytes as the operation writes. What a crop or other rows leave
-is compared with what was there first.
+The layers are those of `run.py`: 8 KV heads of 128 channels, ladder 2, 3, 4, 8, budget 0.35. A time, in
+milliseconds, is from the call until the device is done, the median of several after two that warm up;
+`repeat_2_host` is until the call returns. `repeat_2_first` is the first of all, of sizes that nothing
+remembers, in memory that torch has had before. `copy` is torch's copy of as many bytes as the operation
+writes. What a crop or other rows leave is compared with what was there first.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import pathlib
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
-
 import kvlab
-from kvlab.lab.results import provenance
+from kvlab.lab.benchmark import harness
 
 HEADS, GROUP, HEAD_DIM = 8, 4, 128
 
@@ -74,7 +70,8 @@ def equal(found: list[np.ndarray], expected: list[np.ndarray]) -> bool:
 
 def measure(batch: int, layers: int, tokens: int, repeats: int) -> dict[str, Any]:
     cache = make(batch, layers, tokens)
-    before, found = held(cache), {"nbytes": cache.nbytes, "reserved_nbytes": cache.reserved_nbytes}
+    before, found = held(cache), {"batch": batch, "nbytes": cache.nbytes}
+    found["reserved_nbytes"] = cache.reserved_nbytes
     swapped = np.arange(batch)[::-1].copy()
     found["reorder_reversed"] = timed(lambda: cache.reorder(swapped), repeats)
     if (repeats + 2) % 2:
@@ -109,21 +106,18 @@ def measure(batch: int, layers: int, tokens: int, repeats: int) -> dict[str, Any
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("output", type=pathlib.Path)
+def cases(given: argparse.Namespace) -> list[harness.Case]:
+    shape = given.layers, given.tokens, given.repeats
+    return [harness.Case(f"batch {batch}", partial(measure, batch, *shape)) for batch in (1, 4)]
+
+
+def main() -> int:
+    parser = harness.options(__doc__)
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=9)
-    arguments = parser.parse_args()
-    results = {}
-    for batch in (1, 4):
-        results[f"batch {batch}"] = measure(batch, arguments.layers, arguments.tokens, arguments.repeats)
-        print(batch, json.dumps(results[f"batch {batch}"]), flush=True)
-        arguments.output.write_text(
-            json.dumps({"provenance": provenance(), "milliseconds": results}, indent=1)
-        )
+    return harness.run(parser, cases)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

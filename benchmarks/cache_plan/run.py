@@ -20,9 +20,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import pathlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,7 @@ from kvlab.cache.cuda import GPU, GpuKernels
 from kvlab.cache.importance import Collector
 from kvlab.cache.layers import Layer, LayerFormat
 from kvlab.cache.store import DeviceStore
-from kvlab.lab.results import provenance
+from kvlab.lab.benchmark import harness
 from kvlab.lab.timing_gpu import recorded, time_by_events
 from kvlab.ladder import BITS_IN_BLOCKS, BITS_OF_WIDTHS, Bits, loss_of, parse_bits
 from kvlab.ops.cuda import packed as packed_cuda
@@ -138,7 +137,7 @@ class Model:
             lists, groups = workspace.move_lists(phase), workspace.max_groups(phase)
             kernels.write_tokens(HEAD_DIM, "bfloat16", 0, states, lists, n, groups, moved, self.stream)
             mark(f"write {phase}")
-        kernels.copy_pages(HEAD_DIM, "bfloat16", 0, states, lists, n, workspace.most_dropped, self.stream)
+        kernels.copy_pages(HEAD_DIM, "bfloat16", 0, states, lists, n, workspace.max_dropped, self.stream)
         mark("copy")
 
     def prefill(self) -> dict[str, float]:
@@ -315,27 +314,27 @@ def measure(shape: str, ladder: str, cycles: int) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("output", type=pathlib.Path)
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
-    parser.add_argument("--ladders", nargs="+", default=list(LADDERS))
-    parser.add_argument("--cycles", type=int, default=20)
-    options = parser.parse_args()
-    if options.cycles % (2 * PERIOD) != PERIOD or options.cycles < 3 * PERIOD:
-        parser.error(f"--cycles {options.cycles}: 12, 20, 28, ..., the first period and pairs of periods")
-    result = provenance()
-    rows = []
-    for shape, ladder in itertools.product(options.shapes, options.ladders):
-        row = measure(shape, ladder, options.cycles)
-        rows.append(row)
-        for name in ("prefill_us", "decode_us", "collect_us"):
-            print(shape, ladder, name, {k: round(v, 1) for k, v in row.get(name, {}).items()}, flush=True)
-        kept = ("collecting", "share", "append_us")
-        print(shape, ladder, {k: round(row[k], 4) for k in kept if k in row}, flush=True)
-        torch.cuda.empty_cache()
-    options.output.write_text(json.dumps(result | {"rows": rows}, indent=1), encoding="utf-8")
+def cases(given: argparse.Namespace) -> list[harness.Case]:
+    return [
+        harness.Case(f"{shape} {ladder}", partial(measure, shape, ladder, given.cycles))
+        for shape, ladder in itertools.product(given.shapes, given.ladders)
+    ]
+
+
+def cycles(text: str) -> int:
+    number = int(text)
+    if number % (2 * PERIOD) != PERIOD or number < 3 * PERIOD:
+        raise argparse.ArgumentTypeError(f"{number}: 12, 20, 28, ..., the first period and pairs of periods")
+    return number
+
+
+def main() -> int:
+    parser = harness.options(__doc__)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--ladders", nargs="+", choices=LADDERS, default=list(LADDERS))
+    parser.add_argument("--cycles", type=cycles, default=20)
+    return harness.run(parser, cases)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -1,6 +1,6 @@
 """Steps of a cache on a CPU: a prompt, parts of 64 tokens, decode steps with their plans, appends, attention.
 
-    python benchmarks/cpu_cache/run.py OUT.json
+    python benchmarks/cpu_cache/run.py OUT.json [--lengths 1024,4096]
 
 Milliseconds a layer, for 4 layers of 9 query heads on 3 KV heads of 64 channels at budget 0.3, behind prompts
 of 1,024 and 4,096 tokens. To compare two versions, run both in turns: PYTHONPATH says which.
@@ -8,17 +8,16 @@ of 1,024 and 4,096 tokens. To compare two versions, run both in turns: PYTHONPAT
 
 from __future__ import annotations
 
-import json
-import sys
+import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from kvlab.cache.cache import MixedPrecisionCache
-from kvlab.lab.results import provenance
+from kvlab.lab.benchmark import harness
 
 LAYERS, HEADS_Q, HEADS, DIM = 4, 9, 3, 64
 
@@ -38,7 +37,7 @@ def times(inputs: list[Any], call: Callable[[int, Any], Any]) -> np.ndarray:
     return np.array(found)
 
 
-def measure(length: int) -> dict[str, float]:
+def measure(length: int) -> dict[str, Any]:
     rng, prompts = np.random.default_rng(0), []
     for _ in range(3):
         cache = MixedPrecisionCache(LAYERS, HEADS_Q, HEADS, DIM, budget=0.3, plan_length=2048)
@@ -53,9 +52,18 @@ def measure(length: int) -> dict[str, float]:
         "decode step, median": np.median(steps), "step with a plan": np.sort(steps)[-3],
         "append": appends.mean(), "attend": np.median(attention),
     }  # fmt: skip
-    return {name: round(float(x), 3) for name, x in found.items()}
+    return {"length": length, "ms": {name: round(float(x), 3) for name, x in found.items()}}
+
+
+def cases(given: argparse.Namespace) -> list[harness.Case]:
+    return [harness.Case(f"{length} tokens", partial(measure, length)) for length in given.lengths]
+
+
+def main() -> int:
+    parser = harness.options(__doc__, "cpu")
+    parser.add_argument("--lengths", type=harness.numbers, default="1024,4096", help="tokens of a prompt")
+    return harness.run(parser, cases)
 
 
 if __name__ == "__main__":
-    result = {"provenance": provenance(), "milliseconds a layer": {n: measure(n) for n in (1024, 4096)}}
-    Path(sys.argv[1]).write_text(json.dumps(result, indent=1) + "\n")
+    raise SystemExit(main())

@@ -1,20 +1,22 @@
 """Packed CPU decode of two versions in turns, calls behind one of torch, as `kvlab benchmark decode` has it.
 
-    python benchmarks/cpu_decode/turns.py BEFORE AFTER OUT.json
+    python benchmarks/cpu_decode/turns.py OUT.json BEFORE AFTER
 
 BEFORE and AFTER are folders of checkouts. One process of each answers in turns: 4 calls of each side, 40
-rounds. The machine may be busy: given are the least time, and the quartiles.
+rounds. The machine may be busy: given are the least time, and the quartiles, in milliseconds.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 import time
+from functools import partial
 from itertools import product
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -48,7 +50,7 @@ def serve() -> None:
         print(json.dumps(times), flush=True)
 
 
-def measure(folders: dict[str, str]) -> list[dict[str, object]]:
+def measure(folders: dict[str, str]) -> list[dict[str, Any]]:
     servers = {
         name: subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -68,7 +70,7 @@ def measure(folders: dict[str, str]) -> list[dict[str, object]]:
                 found.setdefault((case, name), []).extend(times)
     for server in servers.values():
         server.communicate()
-    rows: list[dict[str, object]] = []
+    rows: list[dict[str, Any]] = []
     for (case, name), times in sorted(found.items()):
         packed, dense = np.transpose(times)
         steps = ("least", "quarter", "median")
@@ -78,12 +80,23 @@ def measure(folders: dict[str, str]) -> list[dict[str, object]]:
     return rows
 
 
+def main() -> int:
+    from kvlab.lab.benchmark import (
+        harness,
+    )  # not above: the processes that answer may be of a version without it
+
+    def cases(given: argparse.Namespace) -> list[harness.Case]:
+        folders = {"before": given.before, "after": given.after}
+        return [harness.Case("both versions in turns", partial(measure, folders))]
+
+    parser = harness.options(__doc__, "cpu")
+    parser.add_argument("before", help="folder of a checkout")
+    parser.add_argument("after", help="folder of another one")
+    return harness.run(parser, cases)
+
+
 if __name__ == "__main__":
     if len(sys.argv) == 1:
         serve()
     else:
-        from kvlab.lab.results import provenance
-
-        before, after, out = sys.argv[1:]
-        result = {"provenance": provenance(), "ms": measure({"before": before, "after": after})}
-        Path(out).write_text(json.dumps(result, indent=1) + "\n")
+        raise SystemExit(main())

@@ -10,12 +10,10 @@ float16.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -23,8 +21,8 @@ import numpy as np
 from kvlab.engine import Decoder
 from kvlab.engine.geometry import published
 from kvlab.engine.gpu import CLUSTERS
+from kvlab.lab.benchmark import harness
 from kvlab.lab.benchmark.engine import repeated
-from kvlab.lab.results import provenance
 
 ROUNDS, REPLAYS = 7, 20
 
@@ -69,34 +67,36 @@ def block_us(decoder: Decoder, context: int) -> tuple[float, Any]:
     return statistics.median(times), hidden
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("output", type=Path)
+def cases(given: argparse.Namespace) -> list[harness.Case]:
+    geometry = replace(published(given.model)[0], layers=given.layers)
+    wanted: dict[int, Any] = {}
+
+    @cache
+    def drawn() -> tuple[Any, Any, Any]:
+        one = repeated(given.model)
+        return one, next(one.layers), one.head()
+
+    def measure(plan: str) -> Iterator[dict[str, Any]]:
+        one, layer, head = drawn()
+        weights = replace(one, geometry=geometry, layers=iter([layer] * geometry.layers), head=lambda: head)
+        decoder = Decoder(weights, device="cuda", max_seqlen=max(given.contexts) + 8, plan=plan)
+        for context in given.contexts:
+            us, hidden = block_us(decoder, context)
+            reference = wanted.setdefault(context, hidden)
+            error = float(np.abs(hidden - reference).max() / np.abs(reference).max())
+            yield {"model": given.model, "plan": plan, "context": context, "us": us, "error": error}
+
+    plans = ("graph", "ops", *(name for name in CLUSTERS if name != "cluster"))
+    return [harness.Case(plan, partial(measure, plan)) for plan in plans]
+
+
+def main() -> int:
+    parser = harness.options(__doc__)
     parser.add_argument("--model", default="llama-2-7b")
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--contexts", default="32,1024,4000")
-    given = parser.parse_args()
-    geometry, one = replace(published(given.model)[0], layers=given.layers), repeated(given.model)
-    layer, head = next(one.layers), one.head()
-    record: dict[str, Any] = {**provenance(), "rows": []}
-    wanted: dict[int, Any] = {}
-    for plan in ("graph", "ops", *(name for name in CLUSTERS if name != "cluster")):
-        weights = replace(one, geometry=geometry, layers=iter([layer] * geometry.layers), head=lambda: head)
-        contexts = [int(text) for text in given.contexts.split(",")]
-        try:
-            decoder = Decoder(weights, device="cuda", max_seqlen=max(contexts) + 8, plan=plan)
-            for context in contexts:
-                us, hidden = block_us(decoder, context)
-                reference = wanted.setdefault(context, hidden)
-                error = float(np.abs(hidden - reference).max() / np.abs(reference).max())
-                row = {"model": given.model, "plan": plan, "context": context, "us": us, "error": error}
-                record["rows"].append(row)
-                print(row, flush=True)
-        except Exception:
-            traceback.print_exc()
-        decoder = None  # type: ignore[assignment]
-        given.output.write_text(json.dumps(record, indent=1), encoding="utf-8")
+    parser.add_argument("--contexts", type=harness.numbers, default="32,1024,4000")
+    return harness.run(parser, cases)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

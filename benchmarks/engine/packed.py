@@ -14,14 +14,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import itertools
-import json
 import statistics
 import time
-import traceback
 from collections.abc import Callable
-from pathlib import Path
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -30,7 +27,7 @@ import torch
 from kvlab.engine import Decoder, gpu
 from kvlab.engine.geometry import published
 from kvlab.engine.weights import Weights, draw
-from kvlab.lab.results import provenance
+from kvlab.lab.benchmark import harness
 
 LOOKAHEAD, WARM_UP = 256, 40  # tokens: all kinds of steps are recorded within 40
 BITS: dict[str, dict[str, Any]] = {
@@ -144,46 +141,40 @@ def time_prompts(decoder: Decoder, lengths: list[int]) -> list[dict[str, Any]]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("output", type=Path)
+def cases(given: argparse.Namespace) -> list[harness.Case]:
+    drawn = cache(lambda: weights_of(given.model))
+
+    def weights() -> Weights:
+        return drawn()()
+
+    def prompts(lengths: list[int], kind: dict[str, Any]) -> list[dict[str, Any]]:
+        decoder = Decoder(weights(), device="cuda", max_seqlen=max(lengths) + 64, **kind)
+        return time_prompts(decoder, lengths)
+
+    found = [
+        harness.Case(f"{kind}:{batch}x{tokens}", partial(decode, weights, kind, batch, tokens, given.steps))
+        for kind, batch, tokens in given.cases
+    ]
+    if given.prompts:
+        found.append(harness.Case("prompts", partial(prompts, given.prompts, {})))
+    if given.packed_prompts:
+        found.append(harness.Case("packed prompts", partial(prompts, given.packed_prompts, BITS["mixed"])))
+    return found
+
+
+def main() -> int:
+    parser = harness.options(__doc__)
     parser.add_argument("--model", default="llama-3.1-8b")
-    parser.add_argument("--cases", default="mixed:8x32768,mixed:1x32768,mixed:16x32768,4:8x32768,16:8x32768")
-    parser.add_argument("--prompts", default="32,64,128,256,2048,8192")
+    parser.add_argument(
+        "--cases",
+        type=harness.shapes,
+        default="mixed:8x32768,mixed:1x32768,mixed:16x32768,4:8x32768,16:8x32768",
+    )
+    parser.add_argument("--prompts", type=harness.numbers, default="32,64,128,256,2048,8192")
     parser.add_argument("--steps", type=int, default=64)
-    parser.add_argument("--packed-prompts", default="")
-    given = parser.parse_args()
-    weights = weights_of(given.model)
-    record = {**provenance(model=given.model), "rows": []}
-
-    def attempt(work: Callable[[], Any]) -> None:
-        begin = time.perf_counter()
-        try:
-            found = work()
-            record["rows"] += found if isinstance(found, list) else [found]
-            print(f"{time.perf_counter() - begin:.1f} s", found, flush=True)
-        except Exception:
-            traceback.print_exc()
-        given.output.write_text(json.dumps(record, indent=1), encoding="utf-8")
-        gc.collect()
-        torch.cuda.empty_cache()
-        import cupy
-
-        cupy.get_default_memory_pool().free_all_blocks()
-
-    for case in filter(None, given.cases.split(",")):
-        kind, _, shape = case.partition(":")
-        batch, _, tokens = shape.partition("x")
-        attempt(lambda k=kind, b=int(batch), n=int(tokens): decode(weights, k, b, n, given.steps))
-    for name, options in (("prompts", {}), ("packed_prompts", BITS["mixed"])):
-        lengths = [int(length) for length in getattr(given, name).split(",") if length]
-        if lengths:
-            attempt(
-                lambda lengths=lengths, options=options: time_prompts(
-                    Decoder(weights(), device="cuda", max_seqlen=max(lengths) + 64, **options), lengths
-                )
-            )
+    parser.add_argument("--packed-prompts", type=harness.numbers, default="")
+    return harness.run(parser, cases)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -18,12 +18,10 @@ import contextlib
 import fcntl
 import gc
 import itertools
-import json
 import statistics
 import time
-import traceback
 from collections.abc import Iterator
-from pathlib import Path
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -32,9 +30,9 @@ from kvlab.engine import Decoder
 from kvlab.engine.geometry import Geometry, published
 from kvlab.engine.gpu import settings_of
 from kvlab.engine.sampling import Sampling
+from kvlab.lab.benchmark import harness
 from kvlab.lab.benchmark.decode_cuda import read_bandwidth
 from kvlab.lab.benchmark.engine import check, repeated
-from kvlab.lab.results import provenance
 
 DRAWS = Sampling(temperature=0.8, top_k=50, top_p=0.9)
 ROUNDS, REPLAYS, COMPILED_TOKENS = 5, 100, 40
@@ -184,35 +182,36 @@ def compiled_row(name: str, batch: int, context: int, lock: str | None, device: 
     }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--cases", required=True, help="MODEL:BATCHxTOKENS, ... ")
+def cases(given: argparse.Namespace) -> Iterator[harness.Case]:
+    @cache
+    def bandwidth() -> float:
+        with locked(given.lock):
+            return read_bandwidth()
+
+    for name, group in itertools.groupby(given.cases, key=lambda case: case[0]):
+        shapes = [(batch, context) for _, batch, context in group]
+
+        def engine(name: str = name, shapes: list[tuple[int, int]] = shapes) -> Iterator[dict[str, Any]]:
+            for row in engine_rows(name, shapes, given.lock, given.plan, bandwidth()):
+                yield row | {"read_bytes/s": bandwidth()}
+
+        if not given.compiled:
+            yield harness.Case(name, engine)
+            continue
+        for batch, context in shapes:
+            compiled = partial(compiled_row, name, batch, context, given.lock, given.device)
+            yield harness.Case(f"{name}:{batch}x{context}, transformers", compiled)
+
+
+def main() -> int:
+    parser = harness.options(__doc__)
+    parser.add_argument("--cases", type=harness.shapes, required=True, help="MODEL:BATCHxTOKENS, ... ")
     parser.add_argument("--compiled", action="store_true", help="transformers in place of the engine")
     parser.add_argument("--plan", default="graph", help="of the engine")
     parser.add_argument("--lock", help="file that a process holds while it times")
     parser.add_argument("--device", default="cuda", help="of transformers: cuda, or cpu to try the script")
-    given = parser.parse_args()
-    cases = [
-        (name, *map(int, shape.split("x"))) for name, shape in (c.split(":") for c in given.cases.split(","))
-    ]
-    record: dict[str, Any] = {**provenance(), "rows": []}
-    if not given.compiled:
-        with locked(given.lock):
-            record["read_bytes/s"] = read_bandwidth()
-    for name, group in itertools.groupby(cases, key=lambda case: case[0]):
-        shapes = [(batch, context) for _, batch, context in group]
-        try:
-            if given.compiled:
-                record["rows"] += [compiled_row(name, *shape, given.lock, given.device) for shape in shapes]
-            else:
-                record["rows"] += engine_rows(name, shapes, given.lock, given.plan, record["read_bytes/s"])
-        except Exception:
-            traceback.print_exc()
-        for row in record["rows"]:
-            print({key: value for key, value in row.items() if key != "all"}, flush=True)
-        given.output.write_text(json.dumps(record, indent=1), encoding="utf-8")
+    return harness.run(parser, cases)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

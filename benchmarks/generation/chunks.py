@@ -10,17 +10,16 @@ the call of the model returns, which is the host's part, and until the GPU has d
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
-from pathlib import Path
+from functools import cache, partial
 from typing import Any
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from kvlab.integrations.transformers import ATTENTION, KVLabCache, register
-from kvlab.lab.results import provenance
+from kvlab.lab.benchmark import harness
 
 CHUNK, LENGTH = 64, 2048
 CONFIG = LlamaConfig(
@@ -50,23 +49,34 @@ def read(model: LlamaForCausalLM, cache: Any, rows: int) -> dict[str, float]:
     return {"host_ms": statistics.median(host[middle:]), "whole_ms": statistics.median(whole[middle:])}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--rows", default="1,4,20")
-    options = parser.parse_args()
+@cache
+def make_model() -> LlamaForCausalLM:
     register()
     with torch.device("cuda"):
-        model = LlamaForCausalLM(CONFIG).eval()
-    cases = []
-    for rows in map(int, options.rows.split(",")):
-        for name, make in CACHES.items():
-            model.set_attn_implementation("sdpa" if name == "dense" else ATTENTION)
-            read(model, make(), rows)  # kernels are loaded, memory is taken
-            cases.append({"cache": name, "rows": rows, **read(model, make(), rows)})
-            print(json.dumps(cases[-1]), flush=True)
-    options.output.write_text(json.dumps({"provenance": provenance(), "cases": cases}, indent=1))
+        model: LlamaForCausalLM = LlamaForCausalLM(CONFIG).eval()
+    return model
+
+
+def measure(name: str, rows: int) -> dict[str, Any]:
+    model, make = make_model(), CACHES[name]
+    model.set_attn_implementation("sdpa" if name == "dense" else ATTENTION)
+    read(model, make(), rows)  # kernels are loaded, memory is taken
+    return {"cache": name, "rows": rows, **read(model, make(), rows)}
+
+
+def cases(given: argparse.Namespace) -> list[harness.Case]:
+    return [
+        harness.Case(f"{name}, {rows} rows", partial(measure, name, rows))
+        for rows in given.rows
+        for name in CACHES
+    ]
+
+
+def main() -> int:
+    parser = harness.options(__doc__)
+    parser.add_argument("--rows", type=harness.numbers, default="1,4,20")
+    return harness.run(parser, cases)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -14,12 +14,10 @@ graph) and for a plan (between events).
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import time
-import traceback
-from pathlib import Path
+from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -31,7 +29,7 @@ from kvlab.arrays import cuda_view
 from kvlab.integrations.decode_graph import DecodeGraph
 from kvlab.integrations.packed_attention import packed_attention_forward
 from kvlab.integrations.transformers import ATTENTION, KVLabCache, register
-from kvlab.lab.results import provenance
+from kvlab.lab.benchmark import harness
 from kvlab.lab.timing_gpu import recorded, time_by_events
 
 BITS, BUDGET, LOOKAHEAD = (4, 8), 0.3, 128
@@ -206,38 +204,36 @@ def host_times(model: LlamaForCausalLM) -> dict[str, float]:
     return found
 
 
+def attempt(name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return a row; that there is too little memory for a cache is a result, too."""
+    try:
+        return {"name": name, **work()}
+    except (torch.OutOfMemoryError, kvlab.OutOfMemory) as error:
+        return {"name": name, "out_of_memory": str(error).split("\n")[0]}
+
+
+def cases(given: argparse.Namespace) -> list[harness.Case]:
+    @lru_cache
+    def model() -> LlamaForCausalLM:
+        register()
+        return make_model(given.layers)
+
+    def one(name: str, batch: int, n: int) -> dict[str, Any]:
+        return measure(model(), name, batch, n, given.steps)
+
+    works: list[tuple[str, Callable[[], dict[str, Any]]]] = [("host", lambda: host_times(model()))]
+    works += [(f"{name}:{batch}x{n}", partial(one, name, batch, n)) for name, batch, n in given.cases]
+    return [harness.Case(name, partial(attempt, name, work)) for name, work in works]
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("output", type=Path)
+    parser = harness.options(__doc__)
+    parser.set_defaults(bits=BITS, budget=BUDGET)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--cases", default=DEFAULT)
-    options = parser.parse_args()
-    register()
-    settings = provenance(bits=",".join(map(str, BITS)), budget=BUDGET, layers=options.layers)
-    results: dict[str, Any] = {"provenance": settings, "cases": []}
-    model = make_model(options.layers)
-    failed = 0
-    works: list[Any] = [("host", lambda: host_times(model))]
-    for case in options.cases.split(","):
-        name, shape = case.split(":")
-        batch, n = map(int, shape.split("x"))
-        works.append((case, lambda a=(name, batch, n): measure(model, *a, options.steps)))
-    for name, work in works:
-        started = time.perf_counter()
-        try:
-            found = work()
-        except (torch.OutOfMemoryError, kvlab.OutOfMemory) as error:
-            found = {"out_of_memory": str(error).split("\n")[0]}
-        except Exception:
-            traceback.print_exc()
-            found, failed = {"error": traceback.format_exc(limit=3)}, 1
-        torch.cuda.empty_cache()
-        results["cases"].append({"name": name, **found})
-        print(name, f"({time.perf_counter() - started:.1f} s)", json.dumps(found), flush=True)
-        options.output.write_text(json.dumps(results, indent=1))
-    return failed
+    parser.add_argument("--cases", type=harness.shapes, default=DEFAULT)
+    return harness.run(parser, cases)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import pathlib
-import time
+from functools import partial
+from typing import Any
 
 import numpy as np
-import torch
 
+from kvlab.lab.benchmark import harness
 from kvlab.lab.benchmark.decode_cuda import LADDERS, prepare_packed
 from kvlab.lab.benchmark.device_pages import Mixture, Shape
-from kvlab.lab.results import provenance
 from kvlab.lab.timing_gpu import time_in_succession
 from kvlab.ops.cuda import packed as packed_cuda
 from kvlab.ops.numba import packed as packed_numba
@@ -41,47 +39,39 @@ PAIRS: dict[str, tuple[Mixture, Mixture]] = {
 TURNS = (0, 1, 1, 0, 0, 1)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=pathlib.Path)
-    parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--pairs", default=",".join(PAIRS))
+def measure(shape: str, pair: str, backend: Any) -> dict[str, Any]:
+    cases = [
+        prepare_packed(SHAPES[shape], mixture, backend=backend, max_compared=4096) for mixture in PAIRS[pair]
+    ]
+    times: tuple[list[float], list[float]] = [], []
+    for turn in TURNS:
+        times[turn].append(1e6 * time_in_succession(cases[turn].calls, 20).median)
+    us, nbytes = [float(np.median(x)) for x in times], [case.nbytes for case in cases]
+    return {
+        "shape": shape,
+        "pair": pair,
+        "us": us,
+        "times_us": times,
+        "bytes": nbytes,
+        "ratio_at_equal_bytes": us[1] / us[0] * nbytes[0] / nbytes[1],
+        "relative_errors": [case.relative_error for case in cases],
+    }
+
+
+def cases(given: argparse.Namespace) -> list[harness.Case]:
+    return [
+        harness.Case(f"{shape} {pair}", partial(measure, shape, pair, BACKENDS[given.backend]))
+        for shape, pair in itertools.product(given.shapes, given.pairs)
+    ]
+
+
+def main() -> int:
+    parser = harness.options(__doc__)
+    parser.add_argument("--shapes", type=harness.names(SHAPES), default=",".join(SHAPES))
+    parser.add_argument("--pairs", type=harness.names(PAIRS), default=",".join(PAIRS))
     parser.add_argument("--backend", choices=BACKENDS, default="cuda")
-    parser.add_argument("--seconds", type=float, default=600, help="no case begins later")
-    options = parser.parse_args()
-    backend, begun, rows = BACKENDS[options.backend], time.monotonic(), []
-    for shape, pair in itertools.product(options.shapes.split(","), options.pairs.split(",")):
-        if time.monotonic() - begun > options.seconds:
-            break
-        cases = [
-            prepare_packed(SHAPES[shape], mixture, backend=backend, max_compared=4096)
-            for mixture in PAIRS[pair]
-        ]
-        times: tuple[list[float], list[float]] = [], []
-        for turn in TURNS:
-            times[turn].append(1e6 * time_in_succession(cases[turn].calls, 20).median)
-        us, nbytes = [float(np.median(x)) for x in times], [case.nbytes for case in cases]
-        ratio = us[1] / us[0] * nbytes[0] / nbytes[1]
-        rows.append(
-            {
-                "shape": shape,
-                "pair": pair,
-                "us": us,
-                "times_us": times,
-                "bytes": nbytes,
-                "ratio_at_equal_bytes": ratio,
-                "relative_errors": [case.relative_error for case in cases],
-            }
-        )
-        print(
-            f"{shape:18s} {pair:8s} widths {us[0]:8.2f} us, profiles {us[1]:8.2f} us, {us[1] / us[0]:.3f} x,"
-            f" bytes {nbytes[1] / nbytes[0]:.3f} x, at equal bytes {ratio:.3f} x",
-            flush=True,
-        )
-        del cases
-        torch.cuda.empty_cache()
-        options.out.write_text(json.dumps(provenance() | {"rows": rows}, indent=1))
+    return harness.run(parser, cases)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import pathlib
+from functools import cache, partial
+from typing import Any
 
-import torch
-
+from kvlab.lab.benchmark import harness
 from kvlab.lab.benchmark.decode_cuda import LADDERS, read_bandwidth, time_dense, time_packed
 from kvlab.lab.benchmark.device_pages import Shape
-from kvlab.lab.results import provenance
 from kvlab.ops.cuda import packed as packed_cuda
 from kvlab.ops.numba import packed as packed_numba
 
@@ -30,37 +28,48 @@ SHAPES = {
 }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=pathlib.Path)
-    parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--ladders", default=",".join(LADDERS))
-    parser.add_argument("--backends", default="cuda")
-    parser.add_argument("--warps", default="0", help="warps of a block to try; 0 is what the library takes")
-    options = parser.parse_args()
-    bandwidth, rows = read_bandwidth(), []
-    ladders, backends, warps = (
-        value.split(",") for value in (options.ladders, options.backends, options.warps)
+bandwidth = cache(read_bandwidth)
+
+
+@cache
+def dense_of(shape: str) -> dict[str, float]:
+    """Time dense attention once for all cases of a shape."""
+    dense = time_dense(SHAPES[shape])
+    print(f"{shape}: dense {dense}", flush=True)
+    return dense
+
+
+def measure(name: str, ladder: str, backend: str, count: int) -> dict[str, Any]:
+    read, dense = bandwidth(), dense_of(name)
+    row = time_packed(SHAPES[name], LADDERS[ladder], warps=count, backend=BACKENDS[backend])
+    row |= {"shape": name, "ladder": ladder, "backend": backend, "warps": count, "dense_us": dense}
+    row |= {"tbs": row["bytes"] / row["us"] / 1e6, "ratio": min(dense.values()) / row["us"]}
+    row["floor_share"] = 1e6 * row["bytes"] / read / row["us"]
+    return row
+
+
+def cases(given: argparse.Namespace) -> list[harness.Case]:
+    return [
+        harness.Case(f"{name} {ladder} {backend} w{count}", partial(measure, name, ladder, backend, count))
+        for name in given.shapes
+        for ladder, backend, count in itertools.product(given.ladders, given.backends, given.warps)
+        if ladder != "profiles" or SHAPES[name].head_dim % 64 == 0  # profiles take multiples of 64
+    ]
+
+
+def main() -> int:
+    parser = harness.options(__doc__)
+    parser.add_argument("--shapes", type=harness.names(SHAPES), default=",".join(SHAPES))
+    parser.add_argument("--ladders", type=harness.names(LADDERS), default=",".join(LADDERS))
+    parser.add_argument("--backends", type=harness.names(BACKENDS), default="cuda")
+    parser.add_argument(
+        "--warps",
+        type=harness.numbers,
+        default="0",
+        help="warps of a block to try; 0 is what the library takes",
     )
-    for name in options.shapes.split(","):
-        dense = time_dense(SHAPES[name])
-        print(f"{name}: dense {dense}", flush=True)
-        for ladder, backend, count in itertools.product(ladders, backends, map(int, warps)):
-            if ladder == "profiles" and SHAPES[name].head_dim % 64:
-                continue  # profiles take multiples of 64
-            row = time_packed(SHAPES[name], LADDERS[ladder], warps=count, backend=BACKENDS[backend])
-            row |= {"shape": name, "ladder": ladder, "backend": backend, "warps": count, "dense_us": dense}
-            row |= {"tbs": row["bytes"] / row["us"] / 1e6, "ratio": min(dense.values()) / row["us"]}
-            row["floor_share"] = 1e6 * row["bytes"] / bandwidth / row["us"]
-            rows.append(row)
-            print(
-                f"{name:16s} {ladder:6s} {backend} w{count:<2d} {row['us']:8.2f} us {row['tbs']:5.2f} TB/s "
-                f"floor {row['floor_share']:.2f} ratio {row['ratio']:.2f} err {row['relative_error']}",
-                flush=True,
-            )
-            torch.cuda.empty_cache()
-        options.out.write_text(json.dumps(provenance() | {"rows": rows}, indent=1))
+    return harness.run(parser, cases)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -25,6 +25,7 @@ import math
 import multiprocessing
 import queue
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from transformers.utils.import_utils import is_hqq_available
 from kvlab.errors import BudgetError
 from kvlab.integrations.frames import measure_frames
 from kvlab.integrations.transformers import KVLabCache
+from kvlab.lab.benchmark import harness
 from kvlab.lab.quality.divergence import token_divergence, unused_part
 from kvlab.lab.quality.measure import held_bytes
 from kvlab.lab.quality.model import load_smollm2
@@ -44,7 +46,6 @@ from kvlab.lab.quality.prompts import many_keys
 from kvlab.lab.quality.stress import large_channels, shifted_keys
 from kvlab.lab.quality.text import TEXTS as SOURCES
 from kvlab.lab.quality.text import cut_windows
-from kvlab.lab.results import provenance
 from kvlab.ops.key_frames import KeyFrames
 
 WINDOWS, PROMPT, SCORED = 16, 1024, 128
@@ -318,9 +319,7 @@ def _work(cases: Any, found: Any, device: str, end: float) -> None:
                     except BudgetError as error:
                         result[task] = {"error": str(error)}
             torch.cuda.empty_cache()  # for the other processes
-            row = {"case": case, "seconds": round(time.time() - begin, 1), **result}
-            found.put(row)
-            print(json.dumps(row), flush=True)
+            found.put({"case": case, "seconds": round(time.time() - begin, 1), **result})
 
 
 def _lines(rows: list[dict[str, Any]]) -> list[str]:
@@ -347,14 +346,8 @@ def _lines(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("cases", type=Path, nargs="?")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--processes", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=170)
-    given = parser.parse_args()
+def _read(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Rows as processes find them; then a line for each is printed."""
     context, end = multiprocessing.get_context("spawn"), time.time() + given.seconds
     cases, found = context.Queue(), context.Manager().Queue()
     for case in json.loads(given.cases.read_text()) if given.cases else CASES:
@@ -365,14 +358,30 @@ def main() -> None:
     for worker in workers:
         worker.start()
         time.sleep(8 * (worker is workers[0]))  # the first one compiles
+    rows = []
+    while any(worker.is_alive() for worker in workers) or not found.empty():
+        try:
+            rows.append(found.get(timeout=1))
+        except queue.Empty:
+            continue
+        yield rows[-1]
     for worker in workers:
         worker.join()
-    rows = [found.get() for _ in range(found.qsize())]
     print("\n".join(_lines(rows)))
-    given.out.write_text(
-        json.dumps({"schema": "kvlab quality settings 1", "provenance": provenance(), "rows": rows})
-    )
+
+
+def cases(given: argparse.Namespace) -> list[harness.Case]:
+    return [harness.Case(str(given.cases or "the cases of this file"), lambda: _read(given))]
+
+
+def main() -> int:
+    parser = harness.options(__doc__)
+    parser.add_argument("cases", type=Path, nargs="?")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--processes", type=int, default=4)
+    parser.set_defaults(seconds=170.0)
+    return harness.run(parser, cases, schema="kvlab quality settings 1")
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

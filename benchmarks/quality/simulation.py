@@ -57,6 +57,7 @@ from kvlab.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE
 PROMPT, SCORED, WHOLE, TEXT, KEYS = 1024, 128, 2047, 1536, 10
 EVERY = 16  # tokens between two collections of attention
 SINKS, NEWEST = 2.0**24, 1e4  # weights
+NEWEST_ASKED = 16
 STEP = (1.0, 1.5957, 0.9957, 0.5860, 0.3352, 0.1881, 0.1041, 0.0568, 0.0308)
 POWERS = (1.0, 2.0, 1.0, 0.5, 0.25, 0.0, 0.0, 0.0, 1 / 32)
 GRID: dict[str, Any] = {"ratios": 0, "equal": False, "search": 5}
@@ -120,7 +121,7 @@ class Exact:
     """What rows (B, n) leave behind in full precision: keys, values, states, energies and attention.
 
     k, v (L, B, H, n, D); states (B, n, hidden); asked {length: (L, B, H, D)}; received (L, B, H, prompt), the
-    attention that the last 64 rows of the prompt pay.
+    attention that the last 64 rows of the prompt pay; newest (L, B, H, group, 16, D), its last queries.
     """
 
     def __init__(self, model: Model, tokens: torch.Tensor, prompt: int) -> None:
@@ -129,6 +130,7 @@ class Exact:
         self.k, self.v = (torch.empty(*shape, n, model.dim, device=model.device) for _ in range(2))
         self.asked = {cut: torch.empty(*shape, model.dim, device=model.device) for cut in (64, 256, prompt)}
         self.received = torch.empty(*shape, prompt, device=model.device)
+        self.newest = torch.empty(*shape, model.group, NEWEST_ASKED, model.dim, device=model.device)
         states = []
         for begin in range(0, rows, 4):
             at = slice(begin, begin + 4)
@@ -138,6 +140,7 @@ class Exact:
                 self.k[layer, at], self.v[layer, at] = k, v
                 for cut, energy in self.asked.items():
                     energy[layer, at] = q[..., 4:cut, :].square().mean((-2, -3))
+                self.newest[layer, at] = q[..., prompt - NEWEST_ASKED : prompt, :]
                 late = q[..., max(prompt - 64, 0) : prompt, :] @ k[..., None, :prompt, :].transpose(-1, -2)
                 late = late + torch.full_like(late[0, 0, 0], -torch.inf).triu(
                     late.shape[-1] - late.shape[-2] + 1
@@ -154,6 +157,7 @@ class Exact:
     def rows(self, some: slice) -> Exact:
         """The same of fewer rows."""
         other = object.__new__(Exact)
+        other.newest = self.newest[:, some]
         other.k, other.v, other.received = self.k[:, some], self.v[:, some], self.received[:, some]
         other.asked, other.states = {n: x[:, some] for n, x in self.asked.items()}, self.states[some]
         return other
@@ -168,9 +172,17 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
 
 
 def on_grid(
-    x: torch.Tensor, widths: list[int], ratio: torch.Tensor, weight: torch.Tensor, grid: dict[str, Any]
-) -> torch.Tensor:
-    """x (m, blocks, channels) on grids: one step a token, the best of `search`, times a ratio (m, blocks)."""
+    x: torch.Tensor,
+    widths: list[int],
+    ratio: torch.Tensor,
+    weight: torch.Tensor,
+    grid: dict[str, Any],
+    given: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (m, blocks, channels) on grids: one step a token, the best of `search`, times a ratio (m, blocks).
+
+    Returns x and the steps (m,). Where `given` is above 0 it is the step.
+    """
     used = torch.tensor([w > 0 for w in widths], device=x.device)
     top = torch.tensor([2.0**w - 1 for w in widths], device=x.device)[:, None] / 2
     ratio = torch.exp2((ratio.log2() * grid["ratios"]).round() / grid["ratios"]) if grid["ratios"] else ratio
@@ -180,17 +192,21 @@ def on_grid(
     base = (4 * r.clamp_min(1e-24).log2()).round()
     weight = 1 / ratio.square() if grid["equal"] else weight
     y = x / size[..., None]
-    best = found = None
+    given = torch.zeros(len(x), device=x.device) if given is None else given
+    best = found = taken = None
     for j in range(-(grid["search"] // 2), grid["search"] // 2 + 1):
-        step = torch.exp2((base + (2 * j if min(widths) == 8 else j)) / 8)[:, None, None]
+        one = torch.exp2((base + (2 * j if min(widths) == 8 else j)) / 8)
+        one = torch.where(given > 0, given, one)
+        step = one[:, None, None]
         t = torch.minimum(torch.maximum((y / step).floor() + 0.5, -top), top) * (step * size[..., None])
         e = ((x - t).square().sum(-1) * weight).sum(-1)
         if best is None:
-            best, found = e, t
+            best, found, taken = e, t, one
         else:
+            taken = torch.where(e < best, one, taken)
             found = torch.where((e < best)[:, None, None], t, found)
             best = torch.minimum(e, best)
-    return found
+    return found, taken
 
 
 class Frame:
@@ -232,10 +248,10 @@ class Frame:
         mean = self.mean.flatten(0, 2)[of]
         if isinstance(width, int):
             one = torch.ones(len(k), 1, device=k.device)
-            return hadamard(on_grid(hadamard(k - mean)[:, None], [width], one, one, GRID)[:, 0]) + mean
+            return hadamard(on_grid(hadamard(k - mean)[:, None], [width], one, one, GRID)[0][:, 0]) + mean
         order = self.order.flatten(0, 2)[of]
         y = hadamard((k - mean).gather(-1, order).unflatten(-1, (4, -1)))
-        y = on_grid(y, width, self.ratio.flatten(0, 2)[of], self.weight.flatten(0, 2)[of], grid)
+        y = on_grid(y, width, self.ratio.flatten(0, 2)[of], self.weight.flatten(0, 2)[of], grid)[0]
         return torch.zeros_like(k).scatter_(-1, order, hadamard(y).flatten(-2)) + mean
 
 
@@ -319,7 +335,7 @@ class Cache:
         one = torch.ones(len(v), 1, device=v.device)
         found = (
             frame.keys(k, of, to[0], GRID | self.form["grid"]),
-            hadamard(on_grid(hadamard(v)[:, None], [to[1]], one, one, GRID)[:, 0]),
+            hadamard(on_grid(hadamard(v)[:, None], [to[1]], one, one, GRID)[0][:, 0]),
         )
         if to[0] in (2, 3) and any(self.form["gain"]):
             mean = frame.mean.flatten(0, 2)[of]
@@ -361,6 +377,9 @@ class Cache:
             self.frame(self.n),
         )
         return k2.view(k.shape), v2.view(v.shape)
+
+    def look(self, layer: int, q: torch.Tensor, k: torch.Tensor) -> None:
+        """See queries (B, H, group, T, D) and keys (B, H, T, D) before they land; frames do not follow."""
 
     def collect(self, received: torch.Tensor, tokens: int) -> None:
         """Bring importance up to date with what stored tokens received (L, B, H, n)."""
@@ -409,7 +428,7 @@ class Cache:
             value = torch.where(position < form["sink"], sinks, value)
         in_pages = rung.clamp_max(top) if form["ring"] and lookahead else rung  # one by one, to open pages
         kind = torch.where(ring, top + 2, in_pages)
-        before = value.argsort(dim=-1, stable=True)
+        before = self.sorted(value)
         order = before.gather(-1, kind.gather(-1, before).argsort(dim=-1, stable=True))
         kind, value = kind.gather(-1, order), value.gather(-1, order)
         count = F.one_hot(kind, top + 3).sum(-2)
@@ -462,6 +481,10 @@ class Cache:
         for r, widths in enumerate(self.bits):
             self._move(at, (moved & (after == r)).view(*shape, n), widths)
         self.rung[..., :n] = after.view(*shape, n)
+
+    def sorted(self, value: torch.Tensor) -> torch.Tensor:
+        """Tokens of each (group, head) in the order in which those of a rung are cut into chunks."""
+        return value.argsort(dim=-1, stable=True)
 
     def _cut(self, count: torch.Tensor, left_bytes: torch.Tensor, lookahead: int) -> tuple[torch.Tensor, ...]:
         """Chunks of each class (groups, heads, classes), and bytes (groups,) of what is in none of them."""
@@ -516,6 +539,8 @@ class Cache:
         ks, vs, stored, new = [], [], [], []
         for layer in range(model.layers):
             q, k, v = model.qkv(layer, x, n)
+            if not exact:
+                self.look(layer, q[:, 0], k[:, 0])
             k2, v2 = (k, v) if exact else self.land(layer, k, v)
             rows, many, heads, group = q.shape[:4]
             flat = q.transpose(1, 2).reshape(rows, heads, -1, model.dim)
@@ -582,7 +607,7 @@ class Bench:
         kl = torch.stack(kl)
         blocks = kl[:, : kl.shape[1] // 32 * 32].reshape(-1, 32).mean(-1)
         return {"kl": float(kl.mean()), "error": float(blocks.std() / len(blocks) ** 0.5),
-                "windows": kl.mean(1).tolist(),
+                "windows": kl.mean(1).tolist(), "blocks": blocks.tolist(),
                 "last_quarter": float(kl[:, -(kl.shape[1] // 4) :].mean())}  # fmt: skip
 
     def single(self, form: dict[str, Any], part: int = PROMPT, scored: int = SCORED) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import math
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,13 @@ import torch
 from numpy.typing import NDArray
 
 from kvlab.integrations.transformers import KVLabCache
+from kvlab.lab.benchmark import harness
 from kvlab.lab.quality.cases import mixed
 from kvlab.lab.quality.comparison import Comparison
 from kvlab.lab.quality.model import load_smollm2, tiny_llama
 from kvlab.lab.quality.replay import on_cpu
 from kvlab.lab.quality.scores import FULL_PRECISION
 from kvlab.lab.quality.text import cut_windows
-from kvlab.lab.results import provenance
 
 LIMIT = 0.001
 """How far the perplexity of the same pages may differ, of one."""
@@ -59,6 +59,7 @@ def replay(
     of_gpu, of_cpu = torch.stack(losses).double().unbind(1)
     ratio = float((of_gpu.mean() - of_cpu.mean()).exp()) - 1
     return {
+        "case": f"replayed {case.budget}",
         "budget": case.budget,
         "scored": of_gpu.numel(),
         "bits_per_element": cache.packed.bits_per_element,
@@ -89,7 +90,7 @@ def compare(gpu: Comparison, cpu: Comparison) -> list[dict[str, Any]]:
         change, error = float(nll.mean() - its_nll.mean()), standard_error(its_nll - full)
         found.append(
             {
-                "name": score.name,
+                "case": f"own {score.name}",
                 "windows": len(starts),
                 "perplexity_gpu": math.exp(nll.mean()),
                 "perplexity_cpu": math.exp(its_nll.mean()),
@@ -114,61 +115,55 @@ def standard_error(values: NDArray[np.float64]) -> float:
     return float(np.std(values, ddof=1) / math.sqrt(values.size))
 
 
-def show(results: dict[str, Any]) -> None:
-    """Print what was found."""
-    for row in results["replayed"]:
-        print(
-            f"replayed {row['budget']:<5} {row['bits_per_element']:.2f} bits, perplexity on the GPU "
-            f"{row['perplexity_gpu']:.4f}, on the CPU {row['perplexity_cpu']:.4f}: "
-            f"{row['relative_difference']:+.4%}, a chunk at most {row['largest_of_a_chunk']:.3%}"
-        )
-    for row in results["own"]:
-        print(
-            f"own {row['name']:<15} perplexity {row['perplexity_gpu']:.3f} and {row['perplexity_cpu']:.3f}, "
-            f"loss {row['difference_of_loss']:+.5f} (standard error {row['standard_error']:.5f}), divergence "
-            f"{row['kl_gpu']:.5f} and {row['kl_cpu']:.5f} +- {row['kl_standard_error']:.5f}"
-        )
+def within(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Rows as they come; then an error if one of them is beyond its limit."""
+    beyond = []
+    for row in rows:
+        yield row
+        beyond += [] if row["within"] else [row["case"]]
+    if beyond:
+        raise RuntimeError(f"beyond the limit: {', '.join(beyond)}")
+
+
+def replays(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Replay the windows with every budget."""
+    length = 512 if given.tiny else given.length
+    subject = tiny_llama() if given.tiny else load_smollm2()
+    about = {"model": subject.name, "text": subject.text_name}
+    windows = cut_windows(subject.text, subject.encode, given.windows, length + 1)
+    tokens = torch.from_numpy(windows.tokens)
+    host, model = subject.model, copy.deepcopy(subject.model).to(given.device)
+    with torch.inference_mode():
+        for case in mixed(model.config, length, given.budgets):
+            yield replay(model, host, tokens, case, length, given.every, given.chunk) | about
+
+
+def cases(given: argparse.Namespace) -> list[harness.Case]:
+    found = []
+    if given.budgets:
+        found.append(harness.Case("replayed", lambda: within(replays(given))))
+    if given.runs:
+        found.append(harness.Case("own", lambda: within(compare(*map(Comparison.read, given.runs)))))
+    return found
+
+
+def budgets(text: str) -> list[float]:
+    return [float(word) for word in text.split(",") if word]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("output", type=Path)
+    parser = harness.options(__doc__)
     parser.add_argument("--windows", type=int, default=4)
-    parser.add_argument("--budgets", default="0.17,0.2,0.3,0.5", help="empty: nothing is replayed")
+    parser.add_argument(
+        "--budgets", type=budgets, default="0.17,0.2,0.3,0.5", help="empty: nothing is replayed"
+    )
     parser.add_argument("--every", type=int, default=4, help="score every so many chunks of the second half")
     parser.add_argument("--chunk", type=int, default=64, help="tokens read at once; 1: as decoding does")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a window")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="a small random model, short windows")
     parser.add_argument("--runs", nargs=2, type=Path, metavar=("GPU", "CPU"), help="results of kvlab demo")
-    options = parser.parse_args()
-    budgets = [float(word) for word in options.budgets.split(",") if word]
-    results: dict[str, Any] = {
-        "provenance": provenance(
-            windows=options.windows, budgets=options.budgets, chunk=options.chunk, device=options.device
-        ),
-        "limit": LIMIT, "replayed": [], "own": [],
-    }  # fmt: skip
-    if budgets:
-        length = 512 if options.tiny else options.length
-        subject = tiny_llama() if options.tiny else load_smollm2()
-        results |= {"model": subject.name, "text": subject.text_name}
-        windows = cut_windows(subject.text, subject.encode, options.windows, length + 1)
-        tokens = torch.from_numpy(windows.tokens)
-        host, model = subject.model, copy.deepcopy(subject.model).to(options.device)
-        with torch.inference_mode():
-            for case in mixed(model.config, length, budgets):
-                results["replayed"].append(
-                    replay(model, host, tokens, case, length, options.every, options.chunk)
-                )
-                options.output.write_text(json.dumps(results, indent=1))
-    if options.runs:
-        results["own"] = compare(*map(Comparison.read, options.runs))
-    options.output.write_text(json.dumps(results, indent=1))
-    show(results)
-    return 0 if all(row["within"] for row in (*results["replayed"], *results["own"])) else 1
+    return harness.run(parser, cases, limit=LIMIT)
 
 
 if __name__ == "__main__":

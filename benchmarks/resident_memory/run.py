@@ -1,6 +1,6 @@
 """Resident memory of a cache beside what it counts: `nbytes` must be what the machine gives.
 
-    python benchmarks/resident_memory/run.py --size 1152MiB --output resident.json
+    python benchmarks/resident_memory/run.py OUT.json [--size 1152MiB]
 
 A cache under a cap of `size` bytes takes tokens in four steps until, at about 4 bits each, the cap is full:
 at first all are stored at 8 bits, later most are demoted, so that pages become free in every pool. What the
@@ -11,13 +11,14 @@ arrays to come. A small cache goes through all that first, for kernels and libra
 import argparse
 import ctypes
 import gc
-import json
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from kvlab.cache.cache import MixedPrecisionCache
-from kvlab.lab.results import provenance, write
+from kvlab.lab.benchmark import harness
 from kvlab.sizes import parse_size
 
 LAYERS, HEADS, HEAD_DIM, STEPS = 16, 8, 128, 4
@@ -44,24 +45,26 @@ def filled(size: int) -> MixedPrecisionCache:
     return cache
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--size", default="1152MiB", help="cap of the cache")
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
+def measure(size: int) -> dict[str, Any]:
     filled(16 * 2**20)
     before = resident()
-    cache = filled(parse_size(options.size))
+    cache = filled(size)
     row = {"nbytes": cache.nbytes, "reserved": cache.reserved_nbytes, "resident": resident() - before}
-    row |= {
+    return row | {
         "bits_per_element": cache.bits_per_element,
         "resident_over_nbytes": row["resident"] / row["nbytes"],
     }
-    result = {"case": "resident memory", "provenance": provenance(size=options.size), "rows": [row]}
-    print(json.dumps(row, indent=2))
-    if options.output is not None:
-        write(result, options.output)
+
+
+def cases(given: argparse.Namespace) -> list[harness.Case]:
+    return [harness.Case("resident memory", partial(measure, parse_size(given.size)))]
+
+
+def main() -> int:
+    parser = harness.options(__doc__, "cpu")
+    parser.add_argument("--size", default="1152MiB", help="cap of the cache")
+    return harness.run(parser, cases)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -413,8 +413,8 @@ class MixedPrecisionCache(Runner):
         fill(self._device, states, arrays)
         row_budgets = self._limit.row_budgets(length, self.batch)
         if row_budgets is not None:
-            for held, most in zip(self._device.store.nbytes(), row_budgets, strict=True):
-                if held > most * self.batch:
+            for held, row_budget in zip(self._device.store.nbytes(), row_budgets, strict=True):
+                if held > row_budget * self.batch:
                     raise FormatError("the budget does not hold what it has stored")
 
     def _take_rows(self, rows: NDArray[np.int64]) -> None:

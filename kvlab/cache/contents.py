@@ -192,8 +192,8 @@ def _check(
     if (is_open & has_mean[row] & (rung != ladder - 1)).any():
         raise FormatError("open pages are not of the highest width")
     waits = ~has_mean[row]
-    most = np.where((count > 0) | is_open, WAITING_PAGES, WAITING_ENTRIES)
-    if ((rung == ladder) != waits).any() or (waits & (entry >= most)).any():
+    max_entries = np.where((count > 0) | is_open, WAITING_PAGES, WAITING_ENTRIES)
+    if ((rung == ladder) != waits).any() or (waits & (entry >= max_entries)).any():
         raise FormatError("pages of tokens that wait are in rows that have their mean, or too many")
     if (~has_mean).any() and not store.layers[number].takes_mean:
         raise FormatError("has_mean is wrong: no row of this layer waits for the mean of its keys")

@@ -63,10 +63,10 @@ class CpuKernels:
     # ---- plans ---------------------------------------------------------------------------------------------
 
     def make_workspace(
-        self, shape: PlanShape, layers: int, most_new_pages: int, most_dropped: int
+        self, shape: PlanShape, layers: int, max_new_pages: int, max_dropped: int
     ) -> plan.Workspace:
         """Where plans leave their moves."""
-        return plan.Workspace(shape, layers, most_new_pages, most_dropped)
+        return plan.Workspace(shape, layers, max_new_pages, max_dropped)
 
     def launch_plan(
         self, first: int, layers: int, workspace: plan.Workspace, ladder: Ladder, stream: int, **rules: Any
@@ -138,11 +138,11 @@ class CpuKernels:
 
     # ---- importance ----------------------------------------------------------------------------------------
 
-    def score_stored(self, first: int, kept: Any, lse: Any, *, stream: int, **options: Any) -> None:
+    def score_stored(self, first: int, saved: Any, lse: Any, *, stream: int, **options: Any) -> None:
         """Update the importance of stored tokens."""
-        numbers = range(first, first + len(kept))
+        numbers = range(first, first + len(saved))
         stored = [self.store.pages(number, waiting=True) for number in numbers]
-        scores.score_stored([self.layers[number] for number in numbers], stored, kept, lse, **options)
+        scores.score_stored([self.layers[number] for number in numbers], stored, saved, lse, **options)
 
     score_new = staticmethod(scores.score_new)
     score_norms = staticmethod(scores.score_norms)

@@ -56,10 +56,10 @@ class GpuKernels:
     # ---- plans ---------------------------------------------------------------------------------------------
 
     def make_workspace(
-        self, shape: PlanShape, layers: int, most_new_pages: int, most_dropped: int
+        self, shape: PlanShape, layers: int, max_new_pages: int, max_dropped: int
     ) -> plan.Workspace:
         """Memory for plans; see `kvlab.ops.cuda.plan.make_workspace`."""
-        return plan.make_workspace(self.store.like, shape, layers, most_new_pages, most_dropped)
+        return plan.make_workspace(self.store.like, shape, layers, max_new_pages, max_dropped)
 
     def launch_plan(
         self, first: int, layers: int, workspace: plan.Workspace, ladder: Ladder, stream: int,
@@ -152,9 +152,9 @@ class GpuKernels:
 
     # ---- importance ----------------------------------------------------------------------------------------
 
-    def score_stored(self, first: int, kept: Any, lse: Any, **options: Any) -> None:
+    def score_stored(self, first: int, saved: Any, lse: Any, **options: Any) -> None:
         """Update the importance of stored tokens; options as of `kvlab.ops.cuda.scores.score_stored`."""
-        scores.score_stored(self._states(first), kept, lse, **options)
+        scores.score_stored(self._states(first), saved, lse, **options)
 
     score_new = staticmethod(scores.score_new)
     score_norms = staticmethod(scores.score_norms)

@@ -92,14 +92,14 @@ class StepCalls:
     @property
     def nbytes(self) -> int:
         """Bytes of device memory that is kept."""
-        kept = [lse.array for lse in self._lse.values()]
-        kept += [] if self._semaphores is None else [self._semaphores]
+        arrays = [lse.array for lse in self._lse.values()]
+        arrays += [] if self._semaphores is None else [self._semaphores]
         if self._memory is not None:
-            kept += [x for x in (*self._memory[:3], self._memory[3].partial) if x is not None]
-        kept += [
+            arrays += [x for x in (*self._memory[:3], self._memory[3].partial) if x is not None]
+        arrays += [
             x for workspace in self._workspaces.values() for x in (workspace.partial, workspace.semaphores)
         ]
-        return sum(int(x.nbytes) for x in kept)
+        return sum(int(x.nbytes) for x in arrays)
 
     def step(
         self, layer: int, q: Any, num_new: int, scale: float, softcap: float, collects: bool
@@ -113,8 +113,8 @@ class StepCalls:
                 self._workspaces[num_new] = self._new_workspace(num_new)
             scores, lse = None, None
             if collects:
-                scores, kept = self._collector.memory_of(layer, num_new)
-                lse = Lse(kept, self._executor.view(kept, "lse").pointer)
+                scores, memory = self._collector.memory_of(layer, num_new)
+                lse = Lse(memory, self._executor.view(memory, "lse").pointer)
             pages, workspace = self._store.pages(layer, waiting=mode != "none"), self._workspaces[num_new]
             attend = self._kernels.attend_call(
                 q, pages, workspace, scale=scale, softcap=softcap, scores=scores,
@@ -154,32 +154,40 @@ class StepCalls:
         return self._lse[num_new]
 
     def attend(
-        self, layer: int, q: Any, view: CudaView, scale: float, softcap: float, kept: int, after: int = 0
+        self,
+        layer: int,
+        q: Any,
+        view: CudaView,
+        scale: float,
+        softcap: float,
+        score_rows: int,
+        after: int = 0,
     ) -> tuple[Any, Any, Any]:
-        """Attend stored tokens with any number of queries: out, lse, scores of the last `kept` rows.
+        """Attend stored tokens with any number of queries: out, lse, scores of the last `score_rows` rows.
 
         The first query stands `after` tokens behind the stored ones. The next call for as many queries gives
         the same arrays again, until `forget`.
         """
-        num_new, most, executor = view.shape[1], self.max_query_tokens, self._executor
-        if num_new > most > 0:
+        num_new, max_tokens, executor = view.shape[1], self.max_query_tokens, self._executor
+        if num_new > max_tokens > 0:
             out, lse = (
                 executor.empty(view.shape, view.dtype, q),
                 executor.empty((view.shape[0], view.shape[2], num_new), "float32", q),
             )
-            for end in range((num_new - 1) % most + 1, num_new + 1, most):  # the last part is a whole one
-                part = slice(max(end - most, 0), end)
-                of_part, last = q[:, part], kept if end == num_new else 0
+            # The last part is a whole one.
+            for end in range((num_new - 1) % max_tokens + 1, num_new + 1, max_tokens):
+                part = slice(max(end - max_tokens, 0), end)
+                of_part, last = q[:, part], score_rows if end == num_new else 0
                 own = executor.view(of_part, "q"), scale, softcap, last, after + part.start
                 found = self.attend(layer, of_part, *own)
                 out[:, part], lse[:, :, part], scores = found
             return out, lse, scores
-        shape = view.shape, scale, softcap, kept
+        shape = view.shape, scale, softcap, score_rows
         if shape != self._last_shape:
             self._last_shape, self._attends = shape, {}
             self.forget()
         if self._memory is None:
-            self._memory = self._for_attend(q, view, kept)
+            self._memory = self._for_attend(q, view, score_rows)
         out, lse, scores, workspace = self._memory
         mode = self._waiting.mode(layer)
         known = layer, mode, after if self._store.layers[layer].sliding_window else 0
@@ -192,10 +200,10 @@ class StepCalls:
         call(view, executor.pointer(out), executor.pointer(lse), executor.stream(q))
         return out, lse, scores
 
-    def _for_attend(self, q: Any, view: CudaView, kept: int) -> tuple[Any, Any, Any, Any]:
+    def _for_attend(self, q: Any, view: CudaView, score_rows: int) -> tuple[Any, Any, Any, Any]:
         (batch, num_new, heads, _), empty = view.shape, self._executor.empty
         out, lse = empty(view.shape, view.dtype, q), empty((batch, heads, num_new), "float32", q)
-        scores = self._new_scores(kept) if kept else None
+        scores = self._new_scores(score_rows) if score_rows else None
         workspace = self._new_workspace(num_new, self._semaphores)
         self._semaphores = workspace.semaphores
         return out, lse, scores, workspace
@@ -209,8 +217,8 @@ class StepCalls:
         """Give back what `attend` has used."""
         self._memory = None
 
-    def _new_scores(self, kept: int) -> Any:
-        return self._executor.score_memory(self._collector.shape(kept), self._store.like)
+    def _new_scores(self, score_rows: int) -> Any:
+        return self._executor.score_memory(self._collector.shape(score_rows), self._store.like)
 
     def _new_workspace(self, num_new: int, semaphores: Any = None) -> Any:
         return self._kernels.attention_workspace(num_new * self._group, semaphores)

@@ -139,8 +139,8 @@ class Layer:
     def waits_within(self, row_budget: int) -> bool:
         """Whether so many bytes hold the waiting pages of a row, and then the pages that its tokens go to."""
         store, cost = self.store, self.store.levels.cost
-        most = max(store.waiting_nbytes, WAITING_ENTRIES * cost[0] + 3 * cost[-1])
-        return self.takes_mean and store.num_heads_kv * most + store.fixed_nbytes <= row_budget
+        max_nbytes = max(store.waiting_nbytes, WAITING_ENTRIES * cost[0] + 3 * cost[-1])
+        return self.takes_mean and store.num_heads_kv * max_nbytes + store.fixed_nbytes <= row_budget
 
     def ample_nbytes(self, tokens: int, rewind: int) -> int:
         """Bytes of a row of so many tokens with which no plan has to be compact."""

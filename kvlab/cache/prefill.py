@@ -222,8 +222,8 @@ def _attend_stored(
     """
     (out, lse), num_new, executor = results, q.shape[1], cache.executor
     rows, whole = _observed_rows(cache, num_new) if collects else (slice(0), False)
-    kept = len(range(num_new)[rows]) if whole else 0
-    stored, stored_lse, scores = cache.calls.attend(layer, q, view, scale, softcap, kept)
+    score_rows = len(range(num_new)[rows]) if whole else 0
+    stored, stored_lse, scores = cache.calls.attend(layer, q, view, scale, softcap, score_rows)
     addresses = [executor.pointer(x) for x in (out, lse, stored, stored_lse)]
     cache.kernels.merge_rows(addresses, tuple(q.shape[:3]), stream)
     if valid is not None:
@@ -231,7 +231,7 @@ def _attend_stored(
     if not collects:
         return None
     total = lse
-    if kept != num_new:
+    if score_rows != num_new:
         some = q[:, rows]  # in a sliding window's layer as if neighbours: that hides no token that stays
         if not whole:
             own = executor.view(some, "q")
@@ -245,9 +245,9 @@ def _observed_rows(cache: DeviceCache, num_new: int) -> tuple[slice, bool]:
     """Query rows of a prefill that are observed, and whether these are its last ones without a gap."""
     last = min(num_new, MAX_TOKENS)
     nbytes = math.prod(cache.collector.shape(last)) // last
-    most = min(max(MIN_ROWS, MAX_SCORE_NBYTES // max(nbytes, 1)), cache.calls.max_query_tokens)
-    apart = -(-last // max(min(last, most), 1))
-    return slice(num_new - 1 - (last - 1) // apart * apart, num_new, apart), apart == 1
+    max_rows = min(max(MIN_ROWS, MAX_SCORE_NBYTES // max(nbytes, 1)), cache.calls.max_query_tokens)
+    stride = -(-last // max(min(last, max_rows), 1))
+    return slice(num_new - 1 - (last - 1) // stride * stride, num_new, stride), stride == 1
 
 
 def _score_stored(cache: DeviceCache, layer: int, scores: Any, lse: Any, num_new: int, stream: int) -> None:
@@ -312,12 +312,12 @@ def _importance_of_rows(
     live, layouts = named_pages(tables), cache.store.layouts(layer)
     index, base = tables["index"].view(np.uint32), tables["base"].view(np.uint16)
     for row in range(cache.store.batch):
-        places, positions = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        offsets, positions = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for head, entry in np.argwhere(live[row]):
             at = row, head, entry
             layout, count = layouts[tables["rung"][at]], int(tables["count"][at])
             start = int(index[at]) * UNIT
             lower = arena[start + layout.positions : start + layout.importance].view("<u2")[:count]
-            places.append(start + layout.importance + np.arange(count))
+            offsets.append(start + layout.importance + np.arange(count))
             positions.append((int(base[at]) << 16) + lower.astype(np.int64))
-        yield np.concatenate(places), np.concatenate(positions)
+        yield np.concatenate(offsets), np.concatenate(positions)

@@ -80,8 +80,8 @@ class Reallocator:
         self.ladders = [of.levels for of in store.stores]
         self.kernels, shape = store.executor.kernels(store), self._shape(0)
         # Also for crops by a quad of tokens, whose bytes a relative budget takes away.
-        most = max(QUAD * store.heads * ladder.cost[-1] for ladder in self.ladders)
-        new_pages, dropped = self._crop_bounds(shape, QUAD * TOKENS_PER_PAGE, most)
+        quad_nbytes = max(QUAD * store.heads * ladder.cost[-1] for ladder in self.ladders)
+        new_pages, dropped = self._crop_bounds(shape, QUAD * TOKENS_PER_PAGE, quad_nbytes)
         self._decode: Workspace = self.kernels.make_workspace(shape, len(self.ladders), new_pages, dropped)
         self.restart(without_holes=True)
 
@@ -92,7 +92,7 @@ class Reallocator:
             other.store = self.store.copy()
             other.kernels = self.store.executor.kernels(other.store)
             other._decode = other.kernels.make_workspace(
-                kept.shape, len(self.ladders), kept.most_new_pages, kept.most_dropped
+                kept.shape, len(self.ladders), kept.max_new_pages, kept.max_dropped
             )
         other.restart(without_holes=self.without_holes)
         return other
@@ -201,7 +201,7 @@ class Reallocator:
     def _workspace(self, layers: int, new_pages: int, dropped: int) -> Workspace:
         """Take memory for plans without new tokens, of `layers` layers at once or of fewer."""
         shape, kept = self._shape(0), self._decode
-        if new_pages <= kept.most_new_pages and dropped <= kept.most_dropped:
+        if new_pages <= kept.max_new_pages and dropped <= kept.max_dropped:
             return kept
         each = max(workspace_nbytes(shape, new_pages, dropped), 1)
         at_once = max(1, min(layers, MAX_PENDING_NBYTES // each))
@@ -317,5 +317,5 @@ class Reallocator:
         for phase, tokens in enumerate((nothing if new is None else new, nothing)):
             lists, groups = workspace.move_lists(phase), workspace.max_groups(phase)
             self.kernels.write_tokens(first, n, lists, groups, tokens, stream)
-        copies = workspace.most_dropped
+        copies = workspace.max_dropped
         self.kernels.copy_pages(first, n, workspace.move_lists(1), copies, stream)

@@ -105,7 +105,7 @@ class DeviceCache:
         if row_budgets is None:
             return [layer.takes_mean for layer in self.layers]
         kinds = [*zip(self.layers, row_budgets, strict=True)]
-        found = {(layer, most): layer.waits_within(most) for layer, most in set(kinds)}  # often alike
+        found = {kind: kind[0].waits_within(kind[1]) for kind in set(kinds)}  # layers are often alike
         return [found[kind] for kind in kinds]
 
     def _use(self, reallocator: Reallocator) -> None:
@@ -317,20 +317,20 @@ class DeviceCache:
         """Open pages for the next tokens of a layer whose rows may wait, and return for how many."""
         waiting, length = self.waiting, self.lengths[layer]
         waiting.advance(layer, length)
-        mode, most = waiting.mode(layer), max(num_new, lookahead)
-        freezes = waiting.may_freeze(layer, length + most)
+        mode, ahead = waiting.mode(layer), max(num_new, lookahead)
+        freezes = waiting.may_freeze(layer, length + ahead)
         with_tokens = freezes and waiting.holds[layer]
         if not freezes:
-            most = waiting.lookahead(layer, num_new, lookahead)
+            ahead = waiting.lookahead(layer, num_new, lookahead)
         nothing = new_tokens(NO_TOKENS, NO_TOKENS, 0, 0, 0, length)
-        self.freeze(layer, nothing, merged if with_tokens else None, most, stream)
-        waiting.frozen(layer, length + most)
+        self.freeze(layer, nothing, merged if with_tokens else None, ahead, stream)
+        waiting.frozen(layer, length + ahead)
         if with_tokens:
             new = merged.new_tokens(NO_TOKENS, NO_TOKENS, 0, length)
-            self.reallocator.take_waiting(layer, new, workspace, stream, most, tight is not None)
+            self.reallocator.take_waiting(layer, new, workspace, stream, ahead, tight is not None)
         elif mode != "all":
-            self.reallocator.reallocate(layer, 1, stream, [most], tight)
-        return waiting.lookahead(layer, num_new, most)
+            self.reallocator.reallocate(layer, 1, stream, [ahead], tight)
+        return waiting.lookahead(layer, num_new, ahead)
 
     def count_dropped(self, layer: int, length: int) -> None:
         """Say that a plan of a layer with so many tokens drops those that its sliding window has passed."""

@@ -138,7 +138,7 @@ class DeviceStore:
         """
         pages = {layer: self.executor.copied(self.waiting[layer]) for layer, may in enumerate(waits) if may}
         return self._with(
-            self.memory_of_arenas, self._memory_of_tables[: self._layout.places["used"].begin], pages
+            self.memory_of_arenas, self._memory_of_tables[: self._layout.regions["used"].begin], pages
         )
 
     def _with(self, arenas: Any, tables: Any, waiting: dict[int, Any] | None = None) -> DeviceStore:
@@ -164,7 +164,7 @@ class DeviceStore:
     @cached_property
     def tables(self) -> dict[str, Any]:
         """(layers, ...) arrays by the names of `LayerState`."""
-        tables = tables_in(self._memory_of_tables, self._layout.places)
+        tables = tables_in(self._memory_of_tables, self._layout.regions)
         return {name: table for name, table in tables.items() if name in POINTERS}
 
     @property
@@ -175,7 +175,7 @@ class DeviceStore:
     @cached_property
     def mean_factors(self) -> Any:
         """What means of keys that rows take are multiplied by: (layers, head_dim) float32, on the device."""
-        x = self._layout.places["mean_factors"]
+        x = self._layout.regions["mean_factors"]
         return viewed(self._memory_of_tables[x.begin : x.end], x.dtype, x.shape)
 
     def _lay_down_states(self) -> None:
@@ -202,7 +202,7 @@ class DeviceStore:
         for number, layer in enumerate(self.layers):
             given = {} if layer.mean_factor is None else {"mean_factors": layer.mean_factor}
             for name, of_layer in {**given, **(layer.frame or {})}.items():
-                tables = tables or tables_in(memory, self._layout.places)
+                tables = tables or tables_in(memory, self._layout.regions)
                 tables[name][number] = of_layer
         return memory
 
@@ -216,13 +216,13 @@ class DeviceStore:
         self.executor.fill_zero(self.memory_of_arenas)
 
     def _clear_tables(self) -> None:
-        self._memory_of_tables[: self._layout.places["entry_of"].begin] = 0
+        self._memory_of_tables[: self._layout.regions["entry_of"].begin] = 0
         first = self._first_tables
         self.executor.overwrite(self._memory_of_tables[: len(first)], first)
 
     def all_slabs(self) -> NDArray[np.int32]:
         """What `free_slabs` of each layer holds while no slab is taken."""
-        found: NDArray[np.int32] = tables_in(self._layout.first_tables, self._layout.places)["free_slabs"]
+        found: NDArray[np.int32] = tables_in(self._layout.first_tables, self._layout.regions)["free_slabs"]
         return found
 
     @cached_property
@@ -281,9 +281,11 @@ class DeviceStore:
         to_host = self.executor.to_host
         arena = to_host(self.arenas[layer]).reshape(-1, UNIT)
         frame = {name: to_host(self.tables[name][layer]) for name in ("num_pages", *FRAME)}
-        most, num_pages = int(frame["num_pages"].max(initial=0)), frame["num_pages"][..., None]
-        tables = {name: to_host(self.tables[name][layer])[..., :most].view(x) for name, x in names.items()}
-        held = np.arange(most) < num_pages
+        max_pages, num_pages = int(frame["num_pages"].max(initial=0)), frame["num_pages"][..., None]
+        tables = {
+            name: to_host(self.tables[name][layer])[..., :max_pages].view(x) for name, x in names.items()
+        }
+        held = np.arange(max_pages) < num_pages
         full = held & (tables["count"] > 0)
         index = np.full(full.shape, NO_PAGE, np.uint32)
         ladder = self.stores[layer].layouts

@@ -151,9 +151,9 @@ def _check_model(model: Any) -> None:
             f"weights are {', '.join(sorted(kinds))}: a decoder has weights of one 16-bit type, which would "
             "change the results; load the model with dtype=torch.float16 or torch.bfloat16"
         )
-    places = sorted({str(one.device) for one in model.parameters()})
-    if len(places) > 1 or not places[0].startswith(("cpu", "cuda")):
-        raise NotImplementedError(f"the model lies on {', '.join(places)}: put it on one GPU, or on the CPU")
+    devices = sorted({str(one.device) for one in model.parameters()})
+    if len(devices) > 1 or not devices[0].startswith(("cpu", "cuda")):
+        raise NotImplementedError(f"the model lies on {', '.join(devices)}: put it on one GPU, or on the CPU")
 
 
 def _decoded_generate(model: Any, decoders: _Decoders, generate: Callable[..., Any]) -> Callable[..., Any]:
@@ -216,8 +216,8 @@ def _decoded_forward(held: Any, forward: Callable[..., Any]) -> Callable[..., An
     @wraps(forward)
     def decoded_forward(*args: Any, **kwargs: Any) -> Any:
         given = by_name(parameters, args, kwargs)
-        asked = [name for name, value in given.items() if value is not None and value is not False]
-        if unknown := sorted(set(asked) - _KNOWN):
+        used = [name for name, value in given.items() if value is not None and value is not False]
+        if unknown := sorted(set(used) - _KNOWN):
             raise NotImplementedError(
                 f"{', '.join(unknown)}: a decoder takes token numbers, masks and positions alone; leave it "
                 "out, or generate outside kvlab.accelerate"

@@ -187,14 +187,14 @@ class SharedCache:
         valid = None
         if not self.unmasked and (mask is not None or self.padding.valid is not None):
             valid = self.padding.extend(mask, batch, self.lengths[number], new, self.windows[number])
-        asked = q.dtype
+        own = q.dtype
         if q.is_cuda:
             wanted = getattr(torch, self.cache.dtype)  # of all arrays, on a GPU
-            if asked != wanted:
+            if own != wanted:
                 q, k, v = q.to(wanted), k.to(wanted), v.to(wanted)
         out: torch.Tensor = self.cache.step_heads_first(number, q, k, v, scale, softcap, valid)
         self.lengths[number] += new
-        return out if out.dtype == asked else out.to(asked)
+        return out if out.dtype == own else out.to(own)
 
     def whole(self) -> MixedPrecisionCache:
         """The cache, whose layers stand at one length."""

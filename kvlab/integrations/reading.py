@@ -263,10 +263,14 @@ def check_ids(model: Any, ids: Any, mask: Any) -> torch.Tensor | None:
         )
     # What is no model of transformers is refused where it is read.
     embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    vocabulary, least, most = getattr(embeddings, "num_embeddings", LONGEST), int(ids.min()), int(ids.max())
-    if least < 0 or most >= vocabulary:
+    vocabulary, lowest, highest = (
+        getattr(embeddings, "num_embeddings", LONGEST),
+        int(ids.min()),
+        int(ids.max()),
+    )
+    if lowest < 0 or highest >= vocabulary:
         raise ValueError(
-            f"ids names token {least if least < 0 else most}; the model's vocabulary has {vocabulary}, "
+            f"ids names token {lowest if lowest < 0 else highest}; the model's vocabulary has {vocabulary}, "
             f"0 to {vocabulary - 1}: take the tokenizer of this model"
         )
     if mask is None:

@@ -107,8 +107,8 @@ class KVLabCache(Cache):
         if (count := getattr(text, "decoder_layers", None)) is not None:
             more = [DynamicLayer() for _ in range(count - len(layers))]  # type: ignore[no-untyped-call]
             layers = [*layers, *more][:count]
-        windows = {place: _window_of(text, place, layer) for place, layer in enumerate(layers)}
-        packed = {place: window for place, window in windows.items() if window is not None}
+        windows = {index: _window_of(text, index, layer) for index, layer in enumerate(layers)}
+        packed = {index: window for index, window in windows.items() if window is not None}
         if not packed:
             kinds = sorted({type(layer).__name__ for layer in layers})
             warnings.warn(
@@ -117,8 +117,8 @@ class KVLabCache(Cache):
             )
         given = {"budget": budget, "bits": bits, **options}
         self._shared = SharedCache([*packed.values()], dtype, given, rotary_of(text, packed))
-        for number, place in enumerate(packed):
-            layers[place] = PackedLayer(self._shared, number)
+        for number, index in enumerate(packed):
+            layers[index] = PackedLayer(self._shared, number)
         self._geometry = _geometry_of(text)
         super().__init__(layers=layers)
 
@@ -332,13 +332,13 @@ class KVLabCache(Cache):
         return [layer for layer in self.layers if not isinstance(layer, PackedLayer)]
 
 
-def _window_of(text: Any, place: int, layer: Any) -> int | None:
+def _window_of(text: Any, index: int, layer: Any) -> int | None:
     """The sliding window of a layer to be packed, 0 with full attention; None: it keeps its own cache."""
     if type(layer) is DynamicLayer:
         return 0
     kinds = getattr(text, "layer_types", None)
     chunked = getattr(text, "attention_chunk_size", None) is not None
-    is_window = not chunked if kinds is None else kinds[place] == "sliding_attention"
+    is_window = not chunked if kinds is None else kinds[index] == "sliding_attention"
     return int(layer.sliding_window) if type(layer) is DynamicSlidingWindowLayer and is_window else None
 
 

@@ -102,17 +102,19 @@ def specialisations(root: Path | None = None) -> list[Specialisation]:
         text, is_numba = path.read_text(encoding="utf-8"), path.suffix == ".py"
         declared = []
         for match in _LINE.finditer(text):
-            place = f"{path}:{text.count(chr(10), 0, match.start()) + 1}"
+            location = f"{path}:{text.count(chr(10), 0, match.start()) + 1}"
             name, words = path.relative_to(folder).as_posix(), match["words"].split()
             if is_numba:
                 if not words or f"\ndef {words[0]}(" not in f"\n{text}":
                     raise ValueError(
-                        f"{place}: the first word of a gate line is the function that makes the kernel"
+                        f"{location}: the first word of a gate line is the function that makes the kernel"
                     )
                 name = f"{path.name}:{words.pop(0)}"
             if _CODE.search(text, match.end()):
-                raise ValueError(f"{place}: gate lines are the last of a source, and code follows this one")
-            declared += _expand(name, words, place)
+                raise ValueError(
+                    f"{location}: gate lines are the last of a source, and code follows this one"
+                )
+            declared += _expand(name, words, location)
         if not declared and not is_numba:  # Numba files of device functions declare nothing
             raise ValueError(
                 f"{path} declares no specialisation; add a line like // gate: BITS=2,4 registers<=128"
@@ -123,7 +125,7 @@ def specialisations(root: Path | None = None) -> list[Specialisation]:
     return found
 
 
-def _expand(name: str, words: Sequence[str], place: str) -> list[Specialisation]:
+def _expand(name: str, words: Sequence[str], location: str) -> list[Specialisation]:
     """All combinations of one line."""
     choices: dict[str, list[str]] = {}
     limits = []
@@ -131,14 +133,14 @@ def _expand(name: str, words: Sequence[str], place: str) -> list[Specialisation]
         match = _WORD.fullmatch(word)
         if match is None or match["name"] in choices:
             raise ValueError(
-                f"{place}: {word!r} is not NAME=value[,value...], arch=..., registers<=N, each once"
+                f"{location}: {word!r} is not NAME=value[,value...], arch=..., registers<=N, each once"
             )
         if match["limit"]:
             limits.append(int(match["limit"]))
         else:
             choices[match["name"]] = match["values"].split(",")
     if len(limits) != 1:
-        raise ValueError(f"{place}: a // gate: line has one registers<=N")
+        raise ValueError(f"{location}: a // gate: line has one registers<=N")
     archs = choices.pop("arch", GATED_ARCHS)
     names = sorted(choices)
     products = itertools.product(*(choices[key] for key in names))

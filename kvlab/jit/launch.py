@@ -245,7 +245,7 @@ class PreparedLaunches:
     Parameters
     ----------
     launches : sequence of PreparedLaunch
-    places : sequence of int
+    addresses : sequence of int
         Addresses of words of 8 bytes in arguments: one for each value of a call, which is written there.
 
     Attributes
@@ -254,9 +254,9 @@ class PreparedLaunches:
         As given.
     """
 
-    def __init__(self, launches: Sequence[PreparedLaunch], places: Sequence[int]) -> None:
-        self.launches, self._places = launches, places
-        self._table = Table([launch.row for launch in launches if launch.row], places)
+    def __init__(self, launches: Sequence[PreparedLaunch], addresses: Sequence[int]) -> None:
+        self.launches, self._addresses = launches, addresses
+        self._table = Table([launch.row for launch in launches if launch.row], addresses)
         self.write, self._run = self._table.write, self._table.run
 
     def run(self) -> None:
@@ -267,8 +267,8 @@ class PreparedLaunches:
     def one_by_one(self) -> None:
         """Do the same with a call for each launch, which can be recorded."""
         stream, *values = self._table.written()
-        for place, value in zip(self._places, values, strict=True):
-            ctypes.c_uint64.from_address(place).value = value
+        for address, value in zip(self._addresses, values, strict=True):
+            ctypes.c_uint64.from_address(address).value = value
         for launch in self.launches:
             launch(stream)
 

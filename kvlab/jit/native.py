@@ -22,9 +22,9 @@ _CONFIG_STREAM = 32
 _VALUES = 6
 """Word of a table at which a call's values begin; the word before is the stream."""
 
-# A table is words of 8 bytes: the driver's cuLaunchKernelEx; numbers of values and launches; where places and
-# launches are; the stream; the values. A launch is the address of its CUlaunchConfig, the kernel, and the
-# address of the addresses of its parameters.
+# A table is words of 8 bytes: the driver's cuLaunchKernelEx; numbers of values and launches; where their
+# addresses and the launches are; the stream; the values. A launch is the address of its CUlaunchConfig, the
+# kernel, and the address of the addresses of its parameters.
 _SOURCE = f"""
 define i64 @run(ptr %table, i64 %first) {{
 begin:
@@ -33,8 +33,8 @@ begin:
   %values = load i64, ptr %values_at
   %launches_at = getelementptr i64, ptr %table, i64 2
   %launches = load i64, ptr %launches_at
-  %places_at = getelementptr i64, ptr %table, i64 3
-  %places = load ptr, ptr %places_at
+  %addresses_at = getelementptr i64, ptr %table, i64 3
+  %addresses = load ptr, ptr %addresses_at
   %first_launch_at = getelementptr i64, ptr %table, i64 4
   %first_launch = load ptr, ptr %first_launch_at
   %stream_at = getelementptr i64, ptr %table, i64 {_VALUES - 1}
@@ -48,11 +48,11 @@ more_values:
   br i1 %is_value, label %write, label %more_launches
 
 write:
-  %place_at = getelementptr ptr, ptr %places, i64 %i
-  %place = load ptr, ptr %place_at
+  %address_at = getelementptr ptr, ptr %addresses, i64 %i
+  %address = load ptr, ptr %address_at
   %value_at = getelementptr i64, ptr %first_value, i64 %i
   %value = load i64, ptr %value_at
-  store i64 %value, ptr %place
+  store i64 %value, ptr %address
   %next_i = add i64 %i, 1
   br label %more_values
 
@@ -94,19 +94,19 @@ class Table:
     ----------
     launches : sequence of (int, int, int)
         Addresses of the ``CUlaunchConfig``, the kernel and the addresses of its parameters.
-    places : sequence of int
+    addresses : sequence of int
         Addresses of words of 8 bytes: one for each value of a run, which is written there.
     """
 
-    def __init__(self, launches: Sequence[tuple[int, int, int]], places: Sequence[int]) -> None:
-        self._places, self._launches = np.array(places, np.uint64), np.array(launches, np.uint64)
-        words = np.zeros(_VALUES + len(places), np.uint64)
+    def __init__(self, launches: Sequence[tuple[int, int, int]], addresses: Sequence[int]) -> None:
+        self._addresses, self._launches = np.array(addresses, np.uint64), np.array(launches, np.uint64)
+        words = np.zeros(_VALUES + len(addresses), np.uint64)
         words[:5] = (
-            launch_function(), len(places), len(launches), self._places.ctypes.data,
+            launch_function(), len(addresses), len(launches), self._addresses.ctypes.data,
             self._launches.ctypes.data,
         )  # fmt: skip
         self._words = words
-        self.write = partial(struct.Struct(f"{1 + len(places)}Q").pack_into, words.data, 8 * (_VALUES - 1))
+        self.write = partial(struct.Struct(f"{1 + len(addresses)}Q").pack_into, words.data, 8 * (_VALUES - 1))
         """Set the stream and the values of the next run."""
         self.run_from = partial(_compiled(), words.ctypes.data)
         """Write, launch from a number on, and return 0, or which launch failed << 32 | the driver's error."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ADDRESS", "TENSOR", "Struct", "places_of", "words_of"]
+__all__ = ["ADDRESS", "TENSOR", "Struct", "addresses_of", "words_of"]
 
 ADDRESS, TENSOR = "address", "tensor"
 """Formats of fields: an address, and an address with the strides of batch, position and head."""
@@ -75,7 +75,7 @@ class Struct:
         return record
 
 
-def places_of(argument: NDArray[Any], words: Iterable[int]) -> list[int]:
+def addresses_of(argument: NDArray[Any], words: Iterable[int]) -> list[int]:
     """Return the addresses of words of 8 bytes of an array."""
     return [argument.ctypes.data + 8 * word for word in words]
 

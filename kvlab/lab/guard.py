@@ -88,15 +88,15 @@ def refuse_impossible(nbytes: int, seconds: float, limit: Callable[[], Limit] = 
     Traceback (most recent call last):
     kvlab.lab.guard.Refused: 1000000000 bytes in 1e-06 s are 1e+15 bytes a second; the hardware takes at ...
     """
-    least = limit().min_seconds(nbytes)
-    if seconds < least:
-        least = min(least, limit().min_seconds(nbytes))
-    if seconds < least or not seconds > 0:
+    min_seconds = limit().min_seconds(nbytes)
+    if seconds < min_seconds:
+        min_seconds = min(min_seconds, limit().min_seconds(nbytes))
+    if seconds < min_seconds or not seconds > 0:
         rate = nbytes / seconds if seconds > 0 else float("inf")
         raise Refused(
             "impossible",
             f"{nbytes} bytes in {seconds:.3g} s are {rate:.3g} bytes a second; the hardware takes at least "
-            f"{least:.3g} s for them, so what was timed did not do the work",
+            f"{min_seconds:.3g} s for them, so what was timed did not do the work",
         )
 
 

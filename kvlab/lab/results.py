@@ -92,9 +92,9 @@ def _git_state() -> dict[str, str | bool] | None:
     """
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
-        told = os.environ.get("KVLAB_COMMIT")
-        commit, _, modified = (told or "").partition("-")
-        return {"commit": commit, "modified": modified == "modified"} if told else None
+        stated = os.environ.get("KVLAB_COMMIT")
+        commit, _, modified = (stated or "").partition("-")
+        return {"commit": commit, "modified": modified == "modified"} if stated else None
     try:
         commit, status = (
             subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout

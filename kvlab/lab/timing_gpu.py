@@ -135,8 +135,8 @@ def time_by_events(
             start = time.perf_counter()
             call()
             torch.cuda.synchronize()
-            taken = time.perf_counter() - start
-        counts[name] = max(each, min(_MAX_CALLS, int(seconds / taken)))
+            elapsed = time.perf_counter() - start
+        counts[name] = max(each, min(_MAX_CALLS, int(seconds / elapsed)))
     marks: dict[str, list[Any]] = {name: [] for name in calls}
     orders = random.Random(0)
     for _ in range(repeats):

@@ -54,10 +54,10 @@ def allocate(
 ) -> Ints:
     """Choose a rung for every page so that the total loss is small and the total cost within the budget.
 
-    ``dp`` is optimal, up to the float64 rounding of the total loss. ``greedy`` takes hull steps in the order
-    of their loss decrease per byte up to the first that does not fit; with the fitting fraction of that step
+    ``dp`` is optimal, up to the float64 rounding of the total loss. ``greedy`` takes hull edges in the order
+    of their loss decrease per byte up to the first that does not fit; with the fitting fraction of that edge
     it would reach the linear bound, which no allocation beats, so its loss is at most that of ``dp`` plus the
-    loss decrease of the largest hull step (one rung up, where loss is convex in bytes). Both spend the bytes
+    loss decrease of the largest hull edge (one rung up, where loss is convex in bytes). Both spend the bytes
     left over on any upgrade that fits, even one that gains nothing now, since a page is never promoted later.
 
     Parameters
@@ -104,10 +104,10 @@ def allocate(
     if method == "uniform":
         return _uniform(costs, ceilings, free_bytes)
 
-    slope, step_cost, target = loops.hull_steps(losses, costs, ceilings)
-    price_bits = loops.break_price(slope.view(np.int64).ravel(), step_cost.ravel(), free_bytes)
+    slope, edge_cost, target = loops.hull_edges(losses, costs, ceilings)
+    price_bits = loops.break_price(slope.view(np.int64).ravel(), edge_cost.ravel(), free_bytes)
     price = float(np.int64(price_bits).view(np.float64))
-    base, left = loops.climb(slope, step_cost, target, price, free_bytes)
+    base, left = loops.climb(slope, edge_cost, target, price, free_bytes)
     rung: Ints = base.copy()
     loops.fill(rung, losses, costs, ceilings, left)
     if method == "dp" and price > 0:

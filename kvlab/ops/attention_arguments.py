@@ -102,10 +102,10 @@ def is_aligned(view: CudaView) -> bool:
 
 def can_be_mapped(view: CudaView) -> bool:
     """Whether tensor copies can read an array of aligned rows."""
-    farthest = [_WRAP if len(view.shape) == 3 else 1 << 40, 1 << 40, 1 << 40, 1 << 40]
+    limits = [_WRAP if len(view.shape) == 3 else 1 << 40, 1 << 40, 1 << 40, 1 << 40]
     return 0 not in view.shape and all(
-        0 < 2 * step < most
-        for step, size, most in zip(view.strides, view.shape, farthest, strict=False)
+        0 < 2 * step < limit
+        for step, size, limit in zip(view.strides, view.shape, limits, strict=False)
         if size > 1
     )
 
@@ -188,7 +188,7 @@ class TensorMaps:
         The argument; see `words_of`.
     *encoders : function
         What `encoder_of` returned for each array.
-    places : sequence of int, optional
+    indices : sequence of int, optional
         Which of the argument's maps is each array's; the first ones if not given.
 
     Attributes
@@ -203,10 +203,10 @@ class TensorMaps:
         self,
         words: memoryview,
         *encoders: Callable[[int], list[int]],
-        places: Sequence[int] | None = None,
+        indices: Sequence[int] | None = None,
     ) -> None:
         self._words, self._encoders = words, encoders
-        self.begins = [MAP_WORDS * place for place in places or range(len(encoders))]
+        self.begins = [MAP_WORDS * index for index in indices or range(len(encoders))]
         self.follow = not encoders
 
     def point_to(self, addresses: Sequence[int]) -> None:

@@ -273,9 +273,9 @@ def further_shift(ratios: NDArray[np.int16], shift: NDArray[np.uint8]) -> NDArra
     old = shift.astype(np.int64)
     grown = ratios - (old << 9)
     grown -= np.sort(grown, axis=-1)[..., (half - 1) // 2, None]
-    most = np.minimum(MAX_SHIFT - old, MAX_FURTHER)
+    max_further = np.minimum(MAX_SHIFT - old, MAX_FURTHER)
     large = grown >= np.where(old > 0, MIN_AGAIN, MIN_GROWN)
-    return np.where(large, np.minimum(grown + 256 >> 9, most), 0).astype(np.uint8)
+    return np.where(large, np.minimum(grown + 256 >> 9, max_further), 0).astype(np.uint8)
 
 
 def _sizes(

@@ -386,7 +386,7 @@ def _checked(
         )
     total_k = sizes["total_k"] if segment_len is None else sizes["max_segments"] * segment_len
     totals = max(sizes[f"rows {g}"] for g in range(groups)), total_k
-    most = [total if given is None else given for given, total in zip(longest, totals, strict=True)]
+    max_seqlens = [total if given is None else given for given, total in zip(longest, totals, strict=True)]
     scores = scores_of(sizes["D"], (causal, scale, -1, -1, 0.0))
     return GroupedCall(
         row,
@@ -397,7 +397,7 @@ def _checked(
         groups,
         scores,
         implementation,
-        (most[0], most[1]),
+        (max_seqlens[0], max_seqlens[1]),
         sm_margin,
         segment_len,
         return_lse,

@@ -121,7 +121,7 @@ def hulls_of(ladder: Ladder) -> Any:
 
 
 def decode_bounds(shape: PlanShape, ladder: Ladder) -> tuple[int, int]:
-    """Return (most_new_pages, most_dropped) of a layer for plans without new tokens, one in 16 tokens.
+    """Return (max_new_pages, max_dropped) of a layer for plans without new tokens, one in 16 tokens.
 
     Each head may need one more page of the top rung; what it costs is saved by demotions, the smallest of
     which saves the least difference of two costs, and the last of which may save too much.
@@ -144,7 +144,7 @@ def _smallest_step(ladder: Ladder) -> int:
 
 
 def crop_bounds(shape: PlanShape, ladder: Ladder, tokens: int, nbytes: int) -> tuple[int, int]:
-    """Return (most_new_pages, most_dropped) of a layer for a call behind a crop by `tokens` time steps.
+    """Return (max_new_pages, max_dropped) of a layer for a call behind a crop by `tokens` time steps.
 
     `nbytes`: by how much the budget of a row has fallen. What the cropped tokens leave in full pages is less
     than one page of each rung and segment.
@@ -157,9 +157,9 @@ def crop_bounds(shape: PlanShape, ladder: Ladder, tokens: int, nbytes: int) -> t
     """
     new_pages, dropped = decode_bounds(shape, ladder)
     smallest = _smallest_step(ladder)
-    demoted, most = shape.batch * -(-nbytes // smallest), shape.batch * shape.heads * shape.entries
+    demoted, max_pages = shape.batch * -(-nbytes // smallest), shape.batch * shape.heads * shape.entries
     cropped = shape.batch * shape.heads * (tokens // _PAGE + shape.num_rungs * shape.segments)
-    return min(new_pages + demoted, most), min(dropped + demoted + cropped, most)
+    return min(new_pages + demoted, max_pages), min(dropped + demoted + cropped, max_pages)
 
 
 def reach_of(sliding_window: int, rewind: int) -> int:

@@ -69,7 +69,7 @@ class StoreSizes(NamedTuple):
     has_frames: bool
 
 
-class Place(NamedTuple):
+class Region(NamedTuple):
     """Where a table of all layers lies in the memory of tables."""
 
     begin: int
@@ -95,7 +95,7 @@ class StoreLayout:
         By layer: bytes of a slab, how many there are, bytes of the arena.
     begins : int array (layers + 1,)
         Where arenas begin in their memory, and where it ends.
-    places : dict of str to Place
+    regions : dict of str to Region
         Of the states, of factors of means, and of the tables by their names in `LayerState`.
     first_tables : uint8 array
         What the memory of tables begins with in an empty store: up to `rung`. All behind is 0.
@@ -111,14 +111,14 @@ class StoreLayout:
     num_slabs: tuple[int, ...]
     arena_nbytes: tuple[int, ...]
     begins: NDArray[np.int64]
-    places: dict[str, Place]
+    regions: dict[str, Region]
     first_tables: NDArray[np.uint8]
     states: Any
 
     @property
     def tables_nbytes(self) -> int:
         """Bytes of the memory of tables."""
-        return _aligned(max(place.end for place in self.places.values()))
+        return _aligned(max(region.end for region in self.regions.values()))
 
 
 @lru_cache(maxsize=256)
@@ -173,23 +173,23 @@ def store_layout(kinds: tuple[LayerKind, ...], of_layers: tuple[int, ...], sizes
     max_pages = max_slabs * max(of_a_slab)
     in_blocks = any(kind.in_blocks for kind in kinds)
     shapes = _shapes(sizes, num_rungs, entries, max_slabs, max_pages, in_blocks)
-    places = _places(shapes, len(of_layers))
+    regions = _regions(shapes, len(of_layers))
     begins = np.cumsum([0, *(_aligned(arenas[i]) for i in of_layers)])
     found = StoreLayout(
         num_rungs, entries, max_slabs, max_pages, tuple(slabs[i][0] for i in of_layers),
-        tuple(slabs[i][1] for i in of_layers), tuple(arenas[i] for i in of_layers), begins, places,
-        np.zeros(places["rung"].begin, np.uint8), np.zeros(len(of_layers), STATE),
+        tuple(slabs[i][1] for i in of_layers), tuple(arenas[i] for i in of_layers), begins, regions,
+        np.zeros(regions["rung"].begin, np.uint8), np.zeros(len(of_layers), STATE),
     )  # fmt: skip
     _fill_first_tables(found, [kinds[i].takes_mean for i in of_layers])
     _fill_states(found, kinds, of_layers, sizes)
     return found
 
 
-def tables_in(memory: Any, places: dict[str, Place]) -> dict[str, Any]:
+def tables_in(memory: Any, regions: dict[str, Region]) -> dict[str, Any]:
     """View those tables of all layers that a memory of tables has."""
     return {
         name: viewed(memory[x.begin : x.end], x.dtype, x.shape)
-        for name, x in places.items()
+        for name, x in regions.items()
         if x.end <= len(memory)
     }
 
@@ -265,17 +265,17 @@ def _shapes(
     }
 
 
-def _places(shapes: dict[str, tuple[tuple[int, ...], str]], layers: int) -> dict[str, Place]:
-    places, begin = {}, 0
+def _regions(shapes: dict[str, tuple[tuple[int, ...], str]], layers: int) -> dict[str, Region]:
+    regions, begin = {}, 0
     for name, (shape, dtype) in shapes.items():
         nbytes = layers * math.prod(shape) * numpy_dtype(dtype).itemsize
-        places[name] = Place(begin, nbytes, (layers, *shape), dtype)
+        regions[name] = Region(begin, nbytes, (layers, *shape), dtype)
         begin += _aligned(nbytes)
-    return places
+    return regions
 
 
 def _fill_first_tables(layout: StoreLayout, takes_mean: list[bool]) -> None:
-    tables = tables_in(layout.first_tables, layout.places)
+    tables = tables_in(layout.first_tables, layout.regions)
     num_slabs = np.array(layout.num_slabs, np.int32)[:, None]
     tables["waits"][...] = np.array(takes_mean)[:, None]
     tables["num_free"][...] = num_slabs
@@ -301,9 +301,9 @@ def _fill_states(
     lines[...] = found.view(np.uint8).reshape(len(kinds), STATE.itemsize)[list(of_layers)]
     states["batch"], states["heads"], states["entries"] = sizes.batch, sizes.heads, layout.entries
     states["max_slabs"], states["max_pages"] = layout.max_slabs, layout.max_pages
-    for name, place in layout.places.items():
+    for name, region in layout.regions.items():
         if name in POINTERS:
-            states[name] = place.begin + place.nbytes // len(layers) * layers
+            states[name] = region.begin + region.nbytes // len(layers) * layers
     states["arena"] = layout.begins[:-1]
     behind = layout.begins[:-1] + np.array(layout.slab) * np.array(layout.num_slabs)
     states["waiting"] = np.where([kinds[i].holds_waiting for i in of_layers], behind, 0)

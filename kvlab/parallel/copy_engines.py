@@ -102,7 +102,7 @@ def _check(outcome: tuple[Any, ...]) -> None:
 
 
 class Mailbox:
-    """What a rank receives into, and its places in the mailboxes of others.
+    """What a rank receives into, and where mailboxes of others lie.
 
     Parameters
     ----------
@@ -123,7 +123,7 @@ class Mailbox:
         self._read: list[tuple[int, int, Any]] = []  # slots, their uses, and events behind what read them
         self._flags, self._flags_of = self._shared(4 * 2 * _SLOTS * self._size)
         self._nbytes = 0  # of a slot
-        self._memory, self._places = self._flags, self._flags_of
+        self._memory, self._remote = self._flags, self._flags_of
         self._views: dict[tuple[int, tuple[int, ...], torch.dtype], Tensor] = {}
 
     def _shared(self, nbytes: int) -> tuple[Tensor, list[int]]:
@@ -169,7 +169,7 @@ class Mailbox:
                 for n, array in enumerate(kept):
                     piece = array[other]
                     if rows := piece.shape[0]:
-                        to = self._places[other] + begin + n * nbytes + begins[other] * row_bytes + before
+                        to = self._remote[other] + begin + n * nbytes + begins[other] * row_bytes + before
                         pitch = piece.stride(0) * itemsize
                         self._push(piece.data_ptr() + before, pitch, to, row_bytes, rows, sent, stream)
                 if step:
@@ -239,7 +239,7 @@ class Mailbox:
         _cuda.synchronize(self._device)
         dist.barrier(group=self._group)
         _cuda.synchronize(self._device)
-        self._memory, self._places = self._shared(_SLOTS * nbytes)
+        self._memory, self._remote = self._shared(_SLOTS * nbytes)
         self._views.clear()
         self._nbytes = nbytes
 

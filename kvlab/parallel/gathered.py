@@ -62,13 +62,13 @@ class _Sum:
     ----------
     total : QueryGradients
     theirs : Seen
-    taken : int
+    num_keys : int
         Keys of others.
     """
 
-    def __init__(self, total: QueryGradients, theirs: Seen, taken: int) -> None:
+    def __init__(self, total: QueryGradients, theirs: Seen, num_keys: int) -> None:
         self._total, self.parts, self.portions = total, (theirs,), [slice(None)]
-        self.key_rows: list[Rows] = [slice(0, taken)]  # of the keys of each part
+        self.key_rows: list[Rows] = [slice(0, num_keys)]  # of the keys of each part
 
     def add_own(self, _: slice) -> tuple[Any, Any]:
         """Return dk and dv of own keys."""

@@ -256,8 +256,8 @@ def zigzag_llama3_plan(shard: Shard, causal: bool, window: tuple[int, int] = (-1
             table = np.zeros((len(size), len(seen) * int(size.max()) // length), np.int32)
             for b, row in enumerate(table):
                 firsts = [chunk(holder, b, which)[0] // length for holder, which in seen]
-                places = np.add.outer(firsts, np.arange(size[b] // length)).ravel()
-                row[: len(places)] = places
+                numbers = np.add.outer(firsts, np.arange(size[b] // length)).ravel()
+                row[: len(numbers)] = numbers
             prefixes = prefixes._replace(segment_table=table, segment_len=length)
     runs = _runs(shard, chunk) if prefixes else None
     sums = None
@@ -313,14 +313,14 @@ def _runs(shard: Shard, chunk: Callable[[int, int, int], tuple[int, int]]) -> Ru
     others = [(rank + step) % world for step in range(1, world)]
     early = [(holder, 0) for holder in others if holder < rank]
     late = [(holder, which) for holder in others for which in ((0,) if holder < rank else (0, 1))]
-    places = np.zeros((2, len(sequences), len(late) + 2, 2), np.int32)
+    sources = np.zeros((2, len(sequences), len(late) + 2, 2), np.int32)
     for group, seen in enumerate((early, late)):
         for b in sequences:
             own = [(starts[b] + which * size[b], OWN) for which in range(group + 1)]
             runs = [(chunk(holder, b, which)[0], holder) for holder, which in seen] + own
-            places[group, b, : len(runs)] = runs
+            sources[group, b, : len(runs)] = runs
     first_rows = np.stack([starts, starts + size]).astype(np.int32)
-    return Runs(size.astype(np.int32), first_rows, places, (len(early) + 1, len(late) + 2))
+    return Runs(size.astype(np.int32), first_rows, sources, (len(early) + 1, len(late) + 2))
 
 
 @lru_cache(maxsize=256)

@@ -73,8 +73,9 @@ def backward_rows(
     scores = scale * np.einsum("qhgd,khd->hgqk", q, k, optimize=True)
     bend = np.ones(())
     if softcap > 0:
+        # 1 - tanh^2, of which a tanh near 1 has lost all digits.
+        bend = np.cosh(np.minimum(np.abs(scores / softcap), 350.0)) ** -2.0
         scores = softcap * np.tanh(scores / softcap)
-        bend = 1.0 - (scores / softcap) ** 2
     seen = visible & (logs > -np.inf)
     p = np.exp(np.where(seen, scores - np.where(logs > -np.inf, logs, 0.0), -np.inf))
     dp = np.einsum("qhgd,khd->hgqk", dout, v, optimize=True)

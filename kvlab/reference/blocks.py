@@ -37,7 +37,7 @@ from kvlab.reference.codec import hadamard_matrix
 from kvlab.reference.pages import (
     CODE_PARTS,
     NAN_STEP,
-    STEPS,
+    STEP_SIZES,
     bit_address,
     code_words,
     exponent_above,
@@ -259,7 +259,7 @@ def search_block_step(
     def error(byte: Int64) -> NDArray[np.float64]:
         sums = np.zeros(len(x))
         with np.errstate(over="ignore"):  # steps far above all elements
-            step = np.ldexp(STEPS[byte], -unit)[:, None]
+            step = np.ldexp(STEP_SIZES[byte], -unit)[:, None]
             for b, width in enumerate(profile):
                 if width == 8:
                     reach = np.minimum(np.floor(step * np.float32(256)), 255)
@@ -306,7 +306,7 @@ def encode_blocks(
     x, largest = times_power(x, down), np.ldexp(largest, down)
     found = search_block_step(x, profile, largest, np.broadcast_to(decoded, len(codes))[usual])
     byte[usual] = found
-    usual, x, step = usual[found > 0], x[found > 0], STEPS[found[found > 0]]
+    usual, x, step = usual[found > 0], x[found > 0], STEP_SIZES[found[found > 0]]
     for run in runs_of(profile, x.shape[1]):
         own = slice(run.first, run.first + run.channels)
         half = step * np.float32(FACTORS[run.width])
@@ -320,7 +320,9 @@ def decode_blocks(codes: NDArray[Any], step: NDArray[np.uint8], profile: Profile
     """Return the elements (n, head_dim) that codes and step bytes stand for: exact."""
     n = codes.shape[1] // BLOCKS
     parts = [
-        grid_values(codes[:, b * n : (b + 1) * n], STEPS[step][:, None] * np.float32(FACTORS[width]), width)
+        grid_values(
+            codes[:, b * n : (b + 1) * n], STEP_SIZES[step][:, None] * np.float32(FACTORS[width]), width
+        )
         for b, width in enumerate(profile)
     ]
     return np.concatenate(parts, axis=1)

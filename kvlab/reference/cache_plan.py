@@ -149,7 +149,7 @@ def plan(
     floor: int = 0,
     reach: int = 0,
     choose: Choose = by_price,
-    most_new_pages: int = 1 << 30,
+    max_new_pages: int = 1 << 30,
 ) -> Change:
     """Decide a change of a layer, and bring its tables to their final state; page contents stay as they are.
 
@@ -176,7 +176,7 @@ def plan(
         of layers with a sliding window.
     choose : callable
         How levels are chosen: `by_price`, `uniform`, or any function of the same arguments.
-    most_new_pages : int
+    max_new_pages : int
         Pages that may be new. If that or the free slabs do not do, the new tokens are not taken in, stored
         ones are demoted as far as it goes, and the status says RETRY: carry it out and plan again.
     """
@@ -192,7 +192,7 @@ def plan(
         if any(n > m // PAGE for g in own for n, m in zip(g.chunks, g.movable, strict=True)):
             change.compact.append(row)
         _choose(layer, ladder, own, rules, choose, bytes_left, row, change)
-    if not _allocate(layer, groups, most_new_pages):
+    if not _allocate(layer, groups, max_new_pages):
         change.status |= RETRY
     for r in range(len(layer.rungs)):  # new pages are allocated: rung by rung, in the order of groups
         for g in groups:

@@ -45,7 +45,7 @@ Int64 = NDArray[np.int64]
 
 __all__ = [
     "GUESS",
-    "STEPS",
+    "STEP_SIZES",
     "TOKENS_PER_PAGE",
     "bit_address",
     "code_words",
@@ -77,8 +77,8 @@ or decoded from more bits (docs/performance/page_format.md): the fewer the bits,
 anyway, and the less the largest element says.
 """
 
-STEPS = (np.arange(256, dtype=np.uint16) << 7).view(np.float16).astype(np.float32)
-"""The step that each byte stands for; 0xF8 to 0xFF are infinite or NaN and only 0xFF is ever written."""
+STEP_SIZES = (np.arange(256, dtype=np.uint16) << 7).view(np.float16).astype(np.float32)
+"""The step size that each byte stands for; 0xF8 to 0xFF are infinite or NaN and only 0xFF is ever written."""
 
 NAN_STEP = 0xFF
 _MIN_EXPONENT = -39  # of the unit of `rotate`: what is 2**-40 and less counts as 0
@@ -393,7 +393,7 @@ def search_step(x: NDArray[np.float32], bits: int, decoded: NDArray[np.bool_] | 
 
     def error(byte: Int64) -> NDArray[np.float32]:
         with np.errstate(over="ignore"):  # steps far above all elements
-            step = np.minimum(np.floor(times_power(STEPS[byte][:, None], -unit)), 255 >> (bits - 1))
+            step = np.minimum(np.floor(times_power(STEP_SIZES[byte][:, None], -unit)), 255 >> (bits - 1))
         off = sizes - grid_values(grid_codes(sizes, step, bits), step, bits)
         sums: NDArray[np.float32] = np.square(off).sum(axis=1)
         return sums
@@ -421,7 +421,7 @@ def encode(
     Examples
     --------
     >>> codes, step = encode(np.array([[-3, -2, 1, 3]], np.float32) / 4, bits=2)
-    >>> codes, STEPS[step]
+    >>> codes, STEP_SIZES[step]
     (array([[0, 0, 2, 3]], dtype=uint8), array([0.234375], dtype=float32))
     """
     codes, byte = np.full(x.shape, 2 ** (bits - 1), np.uint8), np.zeros(len(x), np.uint8)
@@ -434,7 +434,7 @@ def encode(
     x = times_power(x, np.minimum(bits + 13 - exponent_above(np.abs(x).max(axis=1)), 0))
     found = search_step(x, bits, np.broadcast_to(decoded, len(codes))[usual])
     byte[usual] = found
-    usual, x, step = usual[found > 0], x[found > 0], STEPS[found[found > 0]]
+    usual, x, step = usual[found > 0], x[found > 0], STEP_SIZES[found[found > 0]]
     unit = _exponent(step) - CODE_PARTS[bits]
     x, step = to_units(times_power(x, -unit)), np.ldexp(step, -unit)
     codes[usual] = grid_codes(x, step[:, None], bits).astype(np.uint8)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from kvlab.reference import blocks
 from kvlab.reference.pages import (
-    STEPS,
+    STEP_SIZES,
     TOKENS_PER_PAGE,
     bit_address,
     code_words,
@@ -132,7 +132,7 @@ def decode_page(
         if bits == 16:
             values.append(widen(codes, dtype))
         else:
-            values.append(grid_values(codes, STEPS[next(parts)][:, None], bits))
+            values.append(grid_values(codes, STEP_SIZES[next(parts)][:, None], bits))
     return Page(values[0], values[1], next(parts).view("<u2"), next(parts))
 
 

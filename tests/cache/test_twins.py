@@ -26,7 +26,7 @@ class OraclesKernels(cpu.CpuKernels):
         valid: int = 0, positions: int = 0, num_new: int = 0, first_position: int = 0,
         allocator: str = "greedy", **rules: Any,
     ) -> None:  # fmt: skip
-        store, rules["most_new_pages"] = self.store, workspace.most_new_pages
+        store, rules["max_new_pages"] = self.store, workspace.max_new_pages
         for name in ("cropped", "rewind"):
             rules.pop(name, None)
         workspace.moves, workspace.copies = [], []

@@ -281,7 +281,7 @@ def test_launches_are_recorded_and_still_happen(monkeypatch: pytest.MonkeyPatch)
         write=lambda stream: launched.append(("prepared", stream)), run=lambda: 0
     )
     both: Any = object.__new__(PreparedLaunches)
-    both.launches, both._places = [prepared, prepared], []
+    both.launches, both._addresses = [prepared, prepared], []
     both._table = SimpleNamespace(written=lambda: [5])
     with profiling.recorded(seen):
         kernel((2,), (128,), [1], 64)

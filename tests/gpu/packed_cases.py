@@ -79,8 +79,8 @@ def draw_pool(rng: np.random.Generator, layout: PageLayout, dtype: str, pages: i
 def sides_of(layout: PageLayout) -> dict[str, tuple[Any, int, int]]:
     """Of K and V: bits, and where codes begin and end; steps follow."""
     return {
-        "k": (layout.bits_k, layout.k_codes, layout.k_steps),
-        "v": (layout.bits_v, layout.v_codes, layout.v_steps),
+        "k": (layout.bits_k, layout.k_codes, layout.k_step_sizes),
+        "v": (layout.bits_v, layout.v_codes, layout.v_step_sizes),
     }
 
 

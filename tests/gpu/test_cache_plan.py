@@ -168,7 +168,7 @@ def play_run(run: dict[str, Any]) -> int:
         status = 0
         for number, simulation in enumerate(simulations):
             fresh = new[number] if new else None
-            expected = simulation.change(fresh, by_position, most_new_pages=bounds[0])
+            expected = simulation.change(fresh, by_position, max_new_pages=bounds[0])
             compare(device, number, found[number], expected, simulation.layer)
             status |= expected.status
             changes += 1

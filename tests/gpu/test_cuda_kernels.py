@@ -166,7 +166,9 @@ def test_values_of_any_size(backend: Any, dtype: str, order: str) -> None:
             layout = pages.layouts[rung]
             if layout.bits_v < 16:
                 noise = rng.integers(0, 8, 16, np.uint8)
-                pages.pools[rung][index, layout.v_steps : layout.v_steps + 16] = step + noise * (step > 0)
+                pages.pools[rung][index, layout.v_step_sizes : layout.v_step_sizes + 16] = step + noise * (
+                    step > 0
+                )
     check(backend, draw_queries(14, dtype, 1, 1, 4, 64), pages)
 
 
@@ -250,7 +252,7 @@ def test_only_empty_pages(backend: Any) -> None:
 
 def test_nan_of_a_live_token_shows(backend: Any) -> None:
     pages = draw_pages(2, "bfloat16", 128, ((4, 4),), np.array([[9, 9]]), full=True)
-    pages.pools[0][pages.index[0, 1, 4], pages.layouts[0].v_steps + 7] = 0xFF
+    pages.pools[0][pages.index[0, 1, 4], pages.layouts[0].v_step_sizes + 7] = 0xFF
     out = to_numpy(attend(backend, draw_queries(2, "bfloat16", 1, 1, 8, 128), pages).out).astype(np.float32)
     assert np.isnan(out[0, 0, 4:]).all()
     assert np.isfinite(out[0, 0, :4]).all()

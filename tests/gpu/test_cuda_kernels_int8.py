@@ -92,7 +92,7 @@ def test_values_of_any_size(dtype: str, order: str, size: int, ladder: str) -> N
             own = (
                 rng.integers(0, most, 16) if order == "within" else step + rng.integers(0, 8, 16) * (step > 0)
             )
-            pages.pools[rung][index, layout.v_steps : layout.v_steps + 16] = own
+            pages.pools[rung][index, layout.v_step_sizes : layout.v_step_sizes + 16] = own
     check(packed_cuda, draw_queries(14, dtype, 1, 1, 8 * size, 64), pages)
 
 
@@ -102,7 +102,7 @@ def test_one_token_takes_all(size: int, ladder: str) -> None:
     """A key along the query, 10 binary orders above the others."""
     pages = draw_pages(15, "float16", 64, LADDERS[ladder], np.array([[33]]), full=True)
     layout, index = pages.layouts[pages.rung[0, 0, 21]], pages.index[0, 0, 21]
-    pages.pools[pages.rung[0, 0, 21]][index, layout.k_steps + 9] += 32  # 16 times as long
+    pages.pools[pages.rung[0, 0, 21]][index, layout.k_step_sizes + 9] += 32  # 16 times as long
     check(packed_cuda, draw_queries(15, "float16", 1, 1, 4 * size, 64), pages)
 
 

@@ -19,7 +19,7 @@ from kvlab.jit import launch, native
 from kvlab.jit.build import build
 from kvlab.jit.cubin import Resources
 from kvlab.jit.launch import Kernel, PreparedLaunch, PreparedLaunches, load
-from kvlab.jit.structs import ADDRESS, Struct, places_of
+from kvlab.jit.structs import ADDRESS, Struct, addresses_of
 
 SOURCE = 'extern "C" __global__ void fill(float* out) { out[threadIdx.x] = VALUE; }\n'
 MACROS = {"VALUE": 7}
@@ -192,7 +192,7 @@ def test_a_prepared_launch_reads_its_argument_when_it_is_made(driver: Driver) ->
 @pytest.mark.parametrize("one_by_one", [False, True])
 def test_launches_in_turn_come_behind_the_values_of_the_call(driver: Driver, one_by_one: bool) -> None:
     arguments = [np.zeros(1, CALL.dtype) for _ in range(2)]
-    addresses = [place for x in arguments for place in places_of(x, [CALL.word("out")])]
+    addresses = [address for x in arguments for address in addresses_of(x, [CALL.word("out")])]
     both = PreparedLaunches(
         [prepared(x, early=early) for x, early in zip(arguments, (False, True), strict=True)], addresses
     )

@@ -32,7 +32,7 @@ from tests.planner_simulation import (
 
 def compiled_plan(
     layer: Layer, ladder: Ladder, new: Tokens | None, *, sink: int, recent: int, lookahead: int,
-    fixed_nbytes: int, by_position: bool = False, most_new_pages: int = 1 << 30, segments: int = 0,
+    fixed_nbytes: int, by_position: bool = False, max_new_pages: int = 1 << 30, segments: int = 0,
     window: int = 0, floor: int = 0, reach: int = 0, choose: Choose = by_price,
 ) -> Change:  # fmt: skip
     """What `plan` does, by the kernels of the CPU."""
@@ -45,7 +45,7 @@ def compiled_plan(
     last = max((seqlen + lookahead - 1) >> SEGMENT, int(layer.base[held].max(initial=0)), segments - 1)
     rules = Rules(
         layer.heads, int(layer.evicts), layer.slab_units, last + 1, seqlen, sink, recent, lookahead,
-        by_position, fixed_nbytes, most_new_pages, window, floor, seqlen - reach + 1 if reach else 0,
+        by_position, fixed_nbytes, max_new_pages, window, floor, seqlen - reach + 1 if reach else 0,
     )  # fmt: skip
     at = np.tile(np.arange(new.first, seqlen), (layer.batch, 1)) if new.positions is None else new.positions
     fresh, levels = NewTokens(new.code, new.valid, at.astype(np.int32)), levels_of(ladder)
@@ -83,12 +83,12 @@ class Compared(Simulation):
     """A simulation in which the kernels decide every change as well."""
 
     def change(
-        self, new: Tokens | None = None, by_position: bool = False, most_new_pages: int = 1 << 30
+        self, new: Tokens | None = None, by_position: bool = False, max_new_pages: int = 1 << 30
     ) -> Change:
         ladder, _ = LADDERS[self.name]
         rules = {
             "sink": self.sink, "recent": self.recent, "lookahead": self.lookahead, "fixed_nbytes": self.fixed,
-            "by_position": by_position, "most_new_pages": most_new_pages, "window": self.window,
+            "by_position": by_position, "max_new_pages": max_new_pages, "window": self.window,
             "floor": self.floor, "reach": self.reach, "choose": CHOICES[self.choose],
         }  # fmt: skip
         oracle, kernels = copy.deepcopy(self.layer), copy.deepcopy(self.layer)
@@ -96,7 +96,7 @@ class Compared(Simulation):
         found = compiled_plan(kernels, ladder, new, **rules)
         assert not differences(oracle, kernels)
         assert dataclasses.replace(found, chunks=expected.chunks, compact=expected.compact) == expected
-        return super().change(new, by_position, most_new_pages)
+        return super().change(new, by_position, max_new_pages)
 
 
 @given(run=planner_runs())
@@ -111,8 +111,8 @@ def test_new_pages_are_cut_down_as_by_the_oracle() -> None:
     simulation.change(draw_tokens(rng, 2, 2, 700, 0, "normal"))
     simulation.layer.budget[:] = 90_000
     new = draw_tokens(rng, 2, 2, 200, 700, "padded")
-    assert simulation.change(new, most_new_pages=2).status & RETRY
-    while simulation.change(new, most_new_pages=40).status & RETRY:
+    assert simulation.change(new, max_new_pages=2).status & RETRY
+    while simulation.change(new, max_new_pages=40).status & RETRY:
         pass
 
 

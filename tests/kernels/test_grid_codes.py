@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvlab.reference.pages import STEPS, guess_step, rotate
+from kvlab.reference.pages import STEP_SIZES, guess_step, rotate
 
 ROUNDER = np.float64(1.5 * 2**23)
 PARTS = {2: 64, 3: 32, 4: 16, 8: 16}  # of a step, or up to twice as many
@@ -28,11 +28,11 @@ NUMBERS = np.concatenate([-_SIZES[:0:-1], _SIZES])
 
 def steps_in_parts(bits: int) -> list[int]:
     """All that steps can be: their mantissas, subnormal numbers among them."""
-    return [int(step) for step in np.unique(2 * PARTS[bits] * np.frexp(STEPS[1:0xF8])[0])]
+    return [int(step) for step in np.unique(2 * PARTS[bits] * np.frexp(STEP_SIZES[1:0xF8])[0])]
 
 
 # Of 4 bits in a profile half a cell is 12 steps, and whole cells have a whole number of parts.
-IN_BLOCKS = [float(half) for half in np.unique(2 * PARTS[4] * np.frexp(12 * STEPS[1:0xF8])[0])]
+IN_BLOCKS = [float(half) for half in np.unique(2 * PARTS[4] * np.frexp(12 * STEP_SIZES[1:0xF8])[0])]
 ALL = [(bits, step) for bits in PARTS for step in steps_in_parts(bits)] + [(4, half) for half in IN_BLOCKS]
 HALVES = [(bits, step) for bits, step in ALL if bits < 8]
 
@@ -150,7 +150,7 @@ def test_sizes_and_steps_are_bytes(head_dim: int, bits: int) -> None:
     decoded = np.arange(len(x)) % 2 == 0
     below = guess_step(x, bits, decoded).astype(np.float16).view(np.uint16).astype(np.int64) >> 7
     tried = np.clip(below, 3, 0xF5)[:, None] + (np.arange(-1, 3) if bits < 4 else np.arange(2))
-    steps = np.floor(STEPS[tried] / unit).astype(np.int64)
+    steps = np.floor(STEP_SIZES[tried] / unit).astype(np.int64)
     is_usual = below >= 7
     assert is_usual.sum() > 1000
     assert {2: 190, 3: 170, 4: 100}[bits] < (steps[is_usual] << (bits - 1)).max() < 256

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvlab.reference.pages import STEPS, bit_address
+from kvlab.reference.pages import STEP_SIZES, bit_address
 
 F32 = np.float32
 Array = NDArray[Any]
@@ -120,8 +120,8 @@ class Quad:
     count: int
     k: Array
     v: Array
-    k_steps: Array
-    v_steps: Array
+    k_step_sizes: Array
+    v_step_sizes: Array
 
 
 @dataclass
@@ -178,12 +178,12 @@ def attend(state: State, quad: Quad, q: Array, with_rest: bool) -> None:
     tile = subnormal(quad.k, row_bit[:, None] + second_bit(bits))
     middle = -((1 << bits) - 1) * 0.5 / (1 << 24) * 2.0**row_bit
     raw = (factors @ tile.T + total[:, None] * middle).astype(F32)
-    factor = STEPS[quad.k_steps] * (F32(2.0 ** (25 - e)) / F32(2) ** row_bit.astype(F32))
+    factor = STEP_SIZES[quad.k_step_sizes] * (F32(2.0 ** (25 - e)) / F32(2) ** row_bit.astype(F32))
     s = raw * factor - state.row_max[:, None]
     s[:, ~used] = -np.inf
 
     # row_max follows the maximum, p_exponent the largest step.
-    steps = np.where(used, STEPS[quad.v_steps], 0)
+    steps = np.where(used, STEP_SIZES[quad.v_step_sizes], 0)
     top = s.max(1)
     exponent_changes = steps.max() > state.scale_limit
     if (top > state.max_excess).any() or (exponent_changes and np.isfinite(top).any()):
@@ -223,7 +223,7 @@ def result(state: State) -> tuple[Array, Array]:
 
 
 def values_of(codes: Array, steps: Array, bits: int) -> Array:
-    return (2.0 * codes + 1 - (1 << bits)) * STEPS[steps].astype(np.float64)[:, None]
+    return (2.0 * codes + 1 - (1 << bits)) * STEP_SIZES[steps].astype(np.float64)[:, None]
 
 
 @st.composite
@@ -235,10 +235,10 @@ def quad_lists(draw: st.DrawFn) -> tuple[list[Quad], Array]:
         bits, count = draw(st.sampled_from([2, 3, 4, 8])), draw(st.integers(1, 64))
         low = draw(st.integers(0, 180))
         k, v = rng.integers(0, 1 << bits, (2, 64, HEAD_DIM))
-        k_steps = np.abs(STEPS[:0xF8] - F32(1.5 / (1 << bits))).argmin() + rng.integers(-4, 5, 64)
-        v_steps = low + rng.integers(0, draw(st.integers(1, 12)), 64)
-        v_steps[count:] = 0xFF  # NaN, and must not matter
-        quads.append(Quad(bits, count, k, v, k_steps.astype(np.uint8), v_steps.astype(np.uint8)))
+        k_step_sizes = np.abs(STEP_SIZES[:0xF8] - F32(1.5 / (1 << bits))).argmin() + rng.integers(-4, 5, 64)
+        v_step_sizes = low + rng.integers(0, draw(st.integers(1, 12)), 64)
+        v_step_sizes[count:] = 0xFF  # NaN, and must not matter
+        quads.append(Quad(bits, count, k, v, k_step_sizes.astype(np.uint8), v_step_sizes.astype(np.uint8)))
     q = (
         rng.standard_normal((ROWS, HEAD_DIM))
         * 10.0 ** np.array(draw(st.tuples(*[st.integers(-3, 0)] * ROWS)))[:, None]
@@ -251,7 +251,7 @@ def judge(quads: list[Quad], q: Array, out: Array, lse: Array, with_rest: bool =
     scale = HEAD_DIM**-0.5
     k, v = (
         np.concatenate(
-            [values_of(getattr(p, side), getattr(p, f"{side}_steps"), p.bits)[: p.count] for p in quads]
+            [values_of(getattr(p, side), getattr(p, f"{side}_step_sizes"), p.bits)[: p.count] for p in quads]
         )
         for side in ("k", "v")
     )
@@ -287,7 +287,7 @@ def ordinary_quads() -> tuple[list[Quad], Array]:
     rng = np.random.default_rng(0)
     quads = []
     for bits in (2, 3, 4, 8, 2):
-        near = np.abs(STEPS[:0xF8] - F32(1.5 / (1 << bits))).argmin()
+        near = np.abs(STEP_SIZES[:0xF8] - F32(1.5 / (1 << bits))).argmin()
         codes, steps = rng.integers(0, 1 << bits, (2, 64, HEAD_DIM)), near + rng.integers(-4, 5, (2, 64))
         quads.append(Quad(bits, 64, *codes, *steps.astype(np.uint8)))
     q = rng.standard_normal((ROWS, HEAD_DIM)).astype(np.float16)

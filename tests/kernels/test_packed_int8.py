@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from numpy.typing import NDArray
 
-from kvlab.reference.pages import STEPS
+from kvlab.reference.pages import STEP_SIZES
 from tests.kernels.test_packed_arithmetic import (
     HEAD_DIM,
     ROWS,
@@ -31,7 +31,7 @@ from tests.kernels.test_packed_arithmetic import (
 
 F32 = np.float32
 Array = NDArray[Any]
-MOST, COLUMN = 127 * 256 + 127, np.arange(HEAD_DIM) % 16
+MAX_FIXED_POINT, COLUMN = 127 * 256 + 127, np.arange(HEAD_DIM) % 16
 WIDTHS = (2, 3, 4, 8)
 # Bytes in registers of rows g (even) and g + 8 (odd) hold codes times these, and columns 0 to 7 times LEFT;
 # of values in second tiles times SECOND, of keys in both, for they are added.
@@ -100,20 +100,20 @@ def attend_all(quads: list[Quad], q: Array) -> tuple[Array, Array]:
     """All quads against queries (ROWS, HEAD_DIM): out and the natural log-sum-exp."""
     x = (q.astype(np.float64) * HEAD_DIM**-0.5 / np.log(2)).astype(F32)
     largest_q = np.maximum(np.abs(x).max(1, keepdims=True), F32(1e-30))
-    unit = largest_q * F32(2 / MOST)
+    unit = largest_q * F32(2 / MAX_FIXED_POINT)
     out, zero_point_sum = np.zeros((ROWS, HEAD_DIM), F32), np.zeros((ROWS, 1), F32)
     row_max, total = np.full((ROWS, 1), -np.inf, F32), np.zeros((ROWS, 1), F32)
     for quad in quads:
         slots, bits = np.arange(64), quad.bits
         weight = np.where(slots % 2, ODD[bits], EVEN[bits]) * SECOND[bits]
         left = np.where(COLUMN >= 8, 1, LEFT[bits])
-        fixed = np.rint(x * (F32(MOST) / largest_q / left)).astype(np.int64)
+        fixed = np.rint(x * (F32(MAX_FIXED_POINT) / largest_q / left)).astype(np.int64)
         upper, lower = fixed + 128 >> 8, (fixed + 128) % 256 - 128
         assert np.abs(upper).max() <= 127
         start = -((((1 << bits) - 1) * (fixed * left).sum(1, keepdims=True)) >> 1) * weight
         codes = quad.k * weight[:, None] * left
         sums = joined(upper @ codes.T + (start >> 8), lower @ codes.T + (start & 255), 1 << 22)
-        s = sums * (STEPS[quad.k_steps] * (unit / weight.astype(F32)))
+        s = sums * (STEP_SIZES[quad.k_step_sizes] * (unit / weight.astype(F32)))
         s[:, slots >= quad.count] = -np.inf
         top = s.max(1, keepdims=True)
         if (top > row_max + SLACK).any():
@@ -127,7 +127,7 @@ def attend_all(quads: list[Quad], q: Array) -> tuple[Array, Array]:
             )
         p = np.exp2(s - row_max)
         total = total + p.sum(1, keepdims=True)
-        weights = p * np.where(slots < quad.count, STEPS[quad.v_steps], 0)
+        weights = p * np.where(slots < quad.count, STEP_SIZES[quad.v_step_sizes], 0)
         largest = np.maximum(weights.max(1, keepdims=True), F32(2.0**-100))
         one = np.exp2(np.floor(np.log2(largest)) - 15) * F32(65536 / 65535)
         left = np.where(slots % 2, 1, LEFT[bits])
@@ -177,7 +177,7 @@ def block_scores(profile: tuple[int, ...], codes: Array, q: Array) -> Array:
     """Scores (rows, tokens) of keys in blocks, of steps of 1: packed/int8_block_scores.cuh."""
     x, n = q.astype(F32), q.shape[1] // 4
     largest_q = np.abs(x).max(1, keepdims=True)
-    fixed = np.rint(x * (F32(MOST) / largest_q)).astype(np.int64)
+    fixed = np.rint(x * (F32(MAX_FIXED_POINT) / largest_q)).astype(np.int64)
     upper, lower = fixed + 128 >> 8, (fixed + 128) % 256 - 128
     lacks = np.array([-CELL[width] * ((1 << width) - 1) for width in profile], F32)
     sums = fixed.reshape(len(q), 4, n).sum(2).astype(F32)
@@ -191,7 +191,7 @@ def block_scores(profile: tuple[int, ...], codes: Array, q: Array) -> Array:
             a = codes[:, own] * weight[:, None]
             part = joined(upper[:, own] @ a.T, lower[:, own] @ a.T, 1 << 22)
             s += part * (CELL[width] / weight.astype(F32))
-    return np.asarray(s * (largest_q * F32(2 / MOST)))
+    return np.asarray(s * (largest_q * F32(2 / MAX_FIXED_POINT)))
 
 
 @pytest.mark.parametrize("profile", PROFILES, ids=str)

@@ -24,7 +24,7 @@ from kvlab.ops.packed import mass_from_scores, packed_attention
 from kvlab.pages import NO_PAGE, QUAD, TOKENS_PER_PAGE, LayerPages, PageLayout, new_pool
 from kvlab.reference import packed as reference
 from kvlab.reference.codec import hadamard_matrix
-from kvlab.reference.pages import STEPS, bit_address
+from kvlab.reference.pages import STEP_SIZES, bit_address
 from kvlab.registry import last_backend, rows
 from tests.compare import assert_accurate, low_precision_attention
 from tests.strategies import FLOATS, SEEDS, hostile_view, random_floats
@@ -56,15 +56,15 @@ def fill_side(
     """Make K or V of a record sensible in slots below `count`, and NaN in the others."""
     kind, size = numpy_dtype(dtype), layout.itemsize
     bits, codes, steps = (
-        (layout.bits_k, layout.k_codes, layout.k_steps)
+        (layout.bits_k, layout.k_codes, layout.k_step_sizes)
         if side == "k"
-        else (layout.bits_v, layout.v_codes, layout.v_steps)
+        else (layout.bits_v, layout.v_codes, layout.v_step_sizes)
     )
     if bits != 16:
         wanted = (0.25 if isinstance(bits, tuple) else STEP_OF_WIDTH[bits]) * rng.lognormal(
             0, 0.4, TOKENS_PER_PAGE
         )
-        record[steps : steps + TOKENS_PER_PAGE] = np.abs(STEPS[:0xF8, None] - wanted).argmin(axis=0)
+        record[steps : steps + TOKENS_PER_PAGE] = np.abs(STEP_SIZES[:0xF8, None] - wanted).argmin(axis=0)
         record[steps + count : steps + TOKENS_PER_PAGE] = 0xFF
         return
     raw = record[codes : codes + TOKENS_PER_PAGE * layout.head_dim * size].view(kind)
@@ -304,11 +304,11 @@ def wrong_pages(pages: LayerPages) -> dict[str, LayerPages]:
             pages,
             count=pages.count.reshape(*pages.count.shape[:2], -1, QUAD)[..., ::-1].reshape(pages.count.shape),
         ),
-        "codes of K one lane off": with_rolled("k_codes", "k_steps", 4),
-        "codes of V one lane off": with_rolled("v_codes", "v_steps", 4),
-        "codes of V one word off": with_rolled("v_codes", "v_steps", 128),
-        "steps of K one slot off": with_rolled("k_steps", "v_codes", 1),
-        "steps of V one slot off": with_rolled("v_steps", "positions", 1),
+        "codes of K one lane off": with_rolled("k_codes", "k_step_sizes", 4),
+        "codes of V one lane off": with_rolled("v_codes", "v_step_sizes", 4),
+        "codes of V one word off": with_rolled("v_codes", "v_step_sizes", 128),
+        "steps of K one slot off": with_rolled("k_step_sizes", "v_codes", 1),
+        "steps of V one slot off": with_rolled("v_step_sizes", "positions", 1),
     }
 
 
@@ -335,7 +335,7 @@ def test_a_nan_token_shows_in_its_head_alone(backend: str, side: str, rung: tupl
     pages = make_pages(rng, (rung,), 32, "float32", np.full((1, 2), 3), counts=(16,))
     layout, page = pages.layouts[0], pages.pools[0][pages.index[0, 1, 2]]
     if rung == (4, 4):
-        page[(layout.k_steps if side == "k" else layout.v_steps) + 7] = 0xFF
+        page[(layout.k_step_sizes if side == "k" else layout.v_step_sizes) + 7] = 0xFF
     else:
         place = bit_address(32, 32, side)[7, :, 0] // 32
         page[: layout.positions].view(np.float32)[place + (layout.v_codes // 4 if side == "v" else 0)] = (

@@ -12,7 +12,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-TIMEOUT = 60.0
+TIMEOUT = 240.0
+"""Seconds: only a call that never ends takes as long, on however busy a machine."""
 
 
 def serve(rank: int, size: int, store: str, pipe: Connection, timeout: float, backend: str) -> None:
@@ -74,7 +75,7 @@ class Ranks:
         """Wait for what ranks return, or for the text of what they raise."""
         found = []
         for rank in range(len(self.pipes)) if ranks is None else ranks:
-            if not self.pipes[rank].poll(2 * TIMEOUT):
+            if not self.pipes[rank].poll(TIMEOUT):
                 raise TimeoutError(f"rank {rank} of {len(self.pipes)} says nothing")
             found.append(self.pipes[rank].recv())
         return found

@@ -154,7 +154,7 @@ def test_runs_of_one_kernel_compute_every_pair_once(world: int, chunks: list[int
         for g, b in np.ndindex(plan.runs.first_rows.shape):
             n, first = int(plan.runs.lengths[b]), int(plan.runs.first_rows[g, b])
             keys: list[int] = []
-            for row, source in plan.runs.places[g, b, : plan.runs.counts[g]].tolist():
+            for row, source in plan.runs.sources[g, b, : plan.runs.counts[g]].tolist():
                 keys += (shard.rows if source == OWN else theirs)[row : row + n].tolist()
                 assert source == OWN or set(holders[row : row + n].tolist()) <= {source}
             for i, query in enumerate(shard.rows[first : first + n].tolist()):
@@ -166,7 +166,7 @@ def test_runs_of_one_kernel_compute_every_pair_once(world: int, chunks: list[int
 def test_runs_of_others_are_read_in_the_order_in_which_they_come(rank: int) -> None:
     runs = zigzag_llama3_plan(Shard((32,), rank, 4), True).runs
     assert runs is not None
-    late = runs.places[1, 0, : runs.counts[1], 1][::-1].tolist()
+    late = runs.sources[1, 0, : runs.counts[1], 1][::-1].tolist()
     assert late[:2] == [OWN, OWN]
     assert list(dict.fromkeys(late[2:])) == [(rank - step) % 4 for step in (1, 2, 3)]
 

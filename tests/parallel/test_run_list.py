@@ -42,7 +42,7 @@ def test_tiles_are_those_of_the_oracle(
         causal=True, paired=False,
     )  # fmt: skip
     expected["q_start"] = runs.first_rows[expected["group"], expected["sequence"]]
-    most = 1 + runs.places.shape[2]
+    most = 1 + runs.sources.shape[2]
     expected["k_start"] = (expected["group"] * len(runs.lengths) + expected["sequence"]) * most
     assert sorted(found.tolist()) == sorted(expected.tolist())
 
@@ -86,7 +86,7 @@ def test_tiles_read_every_key_that_they_see(
         found = list[tuple[int, int] | None]()
         for key in range(0, int(tile["loaded_keys"]), block_n):
             found += rows_read(tile, table, key, block_n)
-        places = runs.places[tile["group"], tile["sequence"], : runs.counts[tile["group"]]].tolist()
+        places = runs.sources[tile["group"], tile["sequence"], : runs.counts[tile["group"]]].tolist()
         every = [(source, row + i) for row, source in places for i in range(n[tile["sequence"]])]
         last = int(tile["loaded_keys"])
         assert found[:last] == every[:last]
@@ -96,7 +96,7 @@ def test_tiles_read_every_key_that_they_see(
 def test_own_keys_are_the_last() -> None:
     runs = plan_of([2, 5], 4, 2).runs
     for g, count in enumerate(runs.counts):
-        own = runs.places[g, :, :count, 1] == OWN
+        own = runs.sources[g, :, :count, 1] == OWN
         assert own[:, -1 - g :].all()
         assert not own[:, : -1 - g].any()
 

@@ -381,7 +381,7 @@ def memory(rank: int, size: int, calls: int) -> tuple[int, int]:
 
 
 def test_many_calls_keep_no_memory(ranks: Any) -> None:
-    assert all(before == after for before, after in ranks(2)(memory, 1000))
+    assert all(before == after for before, after in ranks(2)(memory, 200))
 
 
 def in_groups(rank: int, size: int) -> bool:
@@ -430,7 +430,7 @@ def dead_neighbour(rank: int, size: int, last_words: bool) -> str:
     if rank == 1:
         if last_words:
             os._exit(1)
-        time.sleep(30)
+        time.sleep(600)
     cu = bounds((32,))
     q, k, v, _ = (parallel.extract_local(x, cu) for x in inputs((32,), torch.float32))
     try:
@@ -443,16 +443,13 @@ def dead_neighbour(rank: int, size: int, last_words: bool) -> str:
 @alone
 @pytest.mark.parametrize("dies", [True, False])
 def test_a_rank_that_dies_or_hangs_ends_the_others_in_time(dies: bool) -> None:
-    import time
-
-    group = Ranks(2, timeout=3)
+    group = Ranks(2, timeout=10)
     try:
-        begun = time.monotonic()
         group.start(dead_neighbour, dies)
         ((fine, words),) = group.outcomes([0])
         assert fine, words
         assert "a rank of the group died or did not answer" in words
-        assert time.monotonic() - begun < 25
+        assert group.processes[1].is_alive() != dies  # a rank that hangs is not waited for
     finally:
         group.close()
 

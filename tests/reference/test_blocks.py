@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvlab.ops.frame import exponent_of, key_gain, key_mean, key_order, key_shift
 from kvlab.reference import blocks
 from kvlab.reference.blocks import FACTORS, KeyFrame, decode_blocks, encode_blocks, rotate_in_blocks
-from kvlab.reference.pages import STEPS, rotate_values
+from kvlab.reference.pages import STEP_SIZES, rotate_values
 from kvlab.reference.records import decode_page, encode_page
 from tests.strategies import SEEDS
 
@@ -112,7 +112,7 @@ def test_codes_are_those_of_the_nearest_values(seed: int, head_dim: int, profile
     codes, byte = encode_blocks(z, profile)
     assert byte[0] == 0
     assert byte[1] == 0xFF
-    step = STEPS[byte].astype(np.float64)
+    step = STEP_SIZES[byte].astype(np.float64)
     for b, width in enumerate(profile):
         own = slice(b * head_dim // 4, (b + 1) * head_dim // 4)
         if not width:
@@ -164,7 +164,7 @@ def test_the_step_is_nearly_the_best(seed: int, head_dim: int, profile: tuple[in
         other, parts = byte.astype(int) + shift, []
         for b, width in enumerate(profile):
             own = z[:, b * head_dim // 4 : (b + 1) * head_dim // 4]
-            half = STEPS[other][:, None] * FACTORS[width]
+            half = STEP_SIZES[other][:, None] * FACTORS[width]
             top = 2**width - 1
             code = np.clip(np.floor(own / np.maximum(2 * half, 1e-9)) + 2**width // 2, 0, top)
             parts.append((2 * code + 1 - 2**width) * half)
@@ -256,7 +256,9 @@ def test_refit_codes_are_those_of_scaled_channels(
     )
 
     def is_nearest(new: NDArray[np.uint8]) -> bool:
-        half = np.repeat([FACTORS[width] for width in profile], n) * STEPS[step].astype(np.float64)[:, None]
+        half = (
+            np.repeat([FACTORS[width] for width in profile], n) * STEP_SIZES[step].astype(np.float64)[:, None]
+        )
         reach = np.repeat([(1 << width) - 1 for width in profile], n) * half
         off = np.abs(np.clip(wanted, -reach, reach) - decode_blocks(new, step, profile))
         return bool((off <= half * (1 + 1e-9)).all())

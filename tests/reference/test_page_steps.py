@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvlab.reference.pages import GUESS, STEPS, encode, grid_codes, grid_values, guess_step, search_step
+from kvlab.reference.pages import GUESS, STEP_SIZES, encode, grid_codes, grid_values, guess_step, search_step
 from tests.strategies import SEEDS, VECTOR_KINDS, page_vectors
 
 QUANTISED = (2, 3, 4, 8)
@@ -20,7 +20,7 @@ Array = NDArray[Any]
 Doubles = NDArray[np.float64]
 
 head_dims = st.sampled_from(range(16, 257, 16))
-FINITE_STEPS = STEPS[:0xF8].astype(np.float64)
+FINITE_STEP_SIZES = STEP_SIZES[:0xF8].astype(np.float64)
 
 
 @st.composite
@@ -52,7 +52,7 @@ def test_the_guess(x: NDArray[np.float32], bits: int, decoded: bool) -> None:
         wanted = wanted * 17 / 16
     np.testing.assert_allclose(guess, wanted, rtol=2.0**-20, atol=2.0**-149)
     if bits == 8:  # the least step whose grid has cells for all
-        expected = np.maximum(np.searchsorted(FINITE_STEPS, guess), 1)
+        expected = np.maximum(np.searchsorted(FINITE_STEP_SIZES, guess), 1)
         np.testing.assert_array_equal(search_step(x, 8), expected)
 
 
@@ -63,13 +63,13 @@ def test_the_guess_of_one_element() -> None:
     for bits in SEARCHED:
         assert guess_step(x, bits)[0] == np.float32(3.0) * GUESS[bits]
         codes, byte = encode(x, bits)
-        assert abs(grid_values(codes, STEPS[byte][:, None], bits)[0, 127] - 3) < 0.5
+        assert abs(grid_values(codes, STEP_SIZES[byte][:, None], bits)[0, 127] - 3) < 0.5
 
 
 def test_a_step_of_eight_bits_reaches_the_largest_element() -> None:
     """The least step that does, to the last bit of float32."""
     byte = np.arange(1, 0xF0)
-    most = np.repeat(STEPS[byte][:, None] * np.float32(256), 16, axis=1)
+    most = np.repeat(STEP_SIZES[byte][:, None] * np.float32(256), 16, axis=1)
     np.testing.assert_array_equal(search_step(most, 8), byte)
     np.testing.assert_array_equal(search_step(np.nextafter(most, np.float32(1e9)), 8), byte + 1)
 
@@ -89,7 +89,7 @@ def errors_on(x: Array, step: Array, bits: int) -> Doubles:
 
 def whole_steps(byte: NDArray[np.int64], unit: Doubles, bits: int) -> Doubles:
     """Return steps in units: whole numbers, of which 2**(bits - 1) times is below 256."""
-    return np.minimum(np.floor(FINITE_STEPS[byte] / unit), 255 // 2 ** (bits - 1))
+    return np.minimum(np.floor(FINITE_STEP_SIZES[byte] / unit), 255 // 2 ** (bits - 1))
 
 
 def compared(x: Array) -> Array:
@@ -107,7 +107,7 @@ def tried(x: NDArray[np.float32], bits: int) -> tuple[NDArray[np.int64], NDArray
     """
     of_codes = np.ones(len(x), bool)
     rounded = guess_step(x, bits, of_codes).astype(np.float16).astype(np.float64)
-    below = np.maximum(np.searchsorted(FINITE_STEPS, rounded, "right") - 1, 3)
+    below = np.maximum(np.searchsorted(FINITE_STEP_SIZES, rounded, "right") - 1, 3)
     byte = below[:, None] + np.arange(-1, 3)
     unit = unit_of(x)
     sizes = np.rint(np.abs(compared(x)) / unit)
@@ -142,11 +142,11 @@ def test_the_step_of_a_long_raw_vector_is_the_nearest_to_the_guess(x: NDArray[np
     np.testing.assert_array_equal(found > 0, guess >= 2.0**-18)
     guess, found = guess[found > 0], found[found > 0]
     if x.shape[1] >= 128:
-        off = np.abs(FINITE_STEPS[found] - guess)
-        assert (off <= np.abs(FINITE_STEPS[found - 1] - guess)).all()
-        assert (off <= np.abs(FINITE_STEPS[found + 1] - guess)).all()
+        off = np.abs(FINITE_STEP_SIZES[found] - guess)
+        assert (off <= np.abs(FINITE_STEP_SIZES[found - 1] - guess)).all()
+        assert (off <= np.abs(FINITE_STEP_SIZES[found + 1] - guess)).all()
     else:
-        below = np.maximum(np.searchsorted(FINITE_STEPS, guess, "right") - 1, 3)
+        below = np.maximum(np.searchsorted(FINITE_STEP_SIZES, guess, "right") - 1, 3)
         assert (np.abs(found - below - 0.5) <= 1.5).all()
 
 
@@ -156,14 +156,16 @@ def test_the_error_is_near_that_of_the_best_byte_tried(x: NDArray[np.float32], b
     byte, is_tried, _ = tried(x, bits)
     held = byte[:, 0] > 0
     x, byte, is_tried = x[held], byte[held], is_tried[held]
-    unit, step = unit_of(x), FINITE_STEPS[byte]
+    unit, step = unit_of(x), FINITE_STEP_SIZES[byte]
     codes, found = encode(x, bits, decoded(x))
     x, codes = compared(x), compared(codes)
-    error = np.linalg.norm(x - grid_values(codes, STEPS[found][:, None], bits).astype(np.float64), axis=1)
+    error = np.linalg.norm(
+        x - grid_values(codes, STEP_SIZES[found][:, None], bits).astype(np.float64), axis=1
+    )
     off = np.abs(np.abs(x) / unit - np.rint(np.abs(x) / unit))
     less = (2**bits - 1) * (step / unit - whole_steps(byte, unit, bits))
     moved = unit * np.linalg.norm(off[:, None] + less[..., None], axis=2)
-    rounded = np.sqrt(x.shape[1]) * FINITE_STEPS[found] / PARTS[bits]
+    rounded = np.sqrt(x.shape[1]) * FINITE_STEP_SIZES[found] / PARTS[bits]
     least = np.sqrt(errors_on(x.astype(np.float64), step, bits)) + moved
     least = np.where(is_tried, least, np.inf).min(axis=1)
     of_found = (moved * (byte == found[:, None])).sum(axis=1)
@@ -178,7 +180,7 @@ def test_the_code_is_that_of_the_nearest_value(x: NDArray[np.float32], bits: int
     held = byte > 0
     assert held.all() or bits < 8
     assert (codes[~held] == 2 ** (bits - 1)).all()
-    x, codes, step = x[held], codes[held], FINITE_STEPS[byte[held]][:, None]
+    x, codes, step = x[held], codes[held], FINITE_STEP_SIZES[byte[held]][:, None]
     part = 2.0 ** np.floor(np.log2(step)) / PARTS[bits]
     assert (step % (part * PARTS[bits] / 8) == 0).all()  # of steps 8 to 15 times that
     mantissa, exponent = np.frexp(x / part)
@@ -190,7 +192,7 @@ def test_the_code_is_that_of_the_nearest_value(x: NDArray[np.float32], bits: int
     upper = 2**bits - 1 - distance[..., ::-1].argmin(axis=2)  # of two that are equally near
     np.testing.assert_array_equal(codes, upper)
     inside = np.abs(x) <= 2**bits * step
-    values = grid_values(codes, STEPS[byte[held]][:, None], bits).astype(np.float64)
+    values = grid_values(codes, STEP_SIZES[byte[held]][:, None], bits).astype(np.float64)
     assert (np.abs(x - values) <= step + off)[inside].all()
     assert inside.all() or bits < 8
 
@@ -241,8 +243,8 @@ def test_the_search_is_worth_its_time() -> None:
         found = search_step(x, bits, decoded(x))
         wanted = [0, 1, 2, 3] if bits < 4 else [1, 2]
         assert (found[:, None] == byte[:, wanted]).any(axis=0).all()
-        errors = errors_on(x, STEPS[byte], bits)
-        error = errors_on(x, STEPS[found][:, None], bits).mean()
+        errors = errors_on(x, STEP_SIZES[byte], bits)
+        error = errors_on(x, STEP_SIZES[found][:, None], bits).mean()
         assert (errors.mean(axis=0) > 1.005 * error).all()
 
 
@@ -252,9 +254,9 @@ def test_error_of_gaussian_vectors(bits: int, head_dim: int) -> None:
     """Next to that of the best of all bytes, and what version 1 of the search, with five of them, had."""
     x = np.random.default_rng(bits).standard_normal((4000, head_dim), dtype=np.float32)
     codes, byte = encode(x, bits)
-    error = np.square(x - grid_values(codes, STEPS[byte][:, None], bits), dtype=np.float64).sum(axis=1)
+    error = np.square(x - grid_values(codes, STEP_SIZES[byte][:, None], bits), dtype=np.float64).sum(axis=1)
     nearby = byte[:, None] + np.arange(-8, 9)
-    best = errors_on(x, STEPS[nearby], bits).min(axis=1)
+    best = errors_on(x, STEP_SIZES[nearby], bits).min(axis=1)
     assert (best <= error * 1.000001).all()
     searched = {64: {2: 1.005, 3: 1.005, 4: 1.02}, 128: {4: 1.025}, 256: {4: 1.045}}[head_dim]
     most = {2: 1.02, 3: 1.035, 8: 1.03} | searched
@@ -266,7 +268,7 @@ def test_error_of_gaussian_vectors(bits: int, head_dim: int) -> None:
     }
     mean_error = error.mean() / np.square(x, dtype=np.float64).sum(axis=1).mean()
     assert mean_error <= before[head_dim][bits] * max(most[bits] - 0.01, 1.01)
-    other = errors_on(x, STEPS[nearby[:, [7, 9]]], bits).mean(axis=0)  # a byte below, a byte above
+    other = errors_on(x, STEP_SIZES[nearby[:, [7, 9]]], bits).mean(axis=0)  # a byte below, a byte above
     assert (other > error.mean() * 1.005).all()
 
 
@@ -298,7 +300,7 @@ def test_vectors_without_a_step(bits: int) -> None:
     least = int(bits == 8)
     assert byte[:7].tolist() == [0, least, least, 0xFF, 0xFF, 0xFF, least]
     assert byte[7] == encode(x[7:], bits)[1]
-    values = grid_values(codes, STEPS[byte][:, None], bits)
+    values = grid_values(codes, STEP_SIZES[byte][:, None], bits)
     assert (np.abs(values[[0, 1, 2, 6]]) <= least * 2.0**-17).all()
     assert np.isnan(values[3:6]).all()
     if bits < 8:
@@ -320,14 +322,14 @@ def test_vectors_of_the_least_and_the_largest_steps(bits: int, size: float) -> N
     if size > 1:
         np.testing.assert_array_equal(codes, encode(np.ldexp(x, -int(np.log2(size))), bits)[0])
     else:
-        error = np.square(x - grid_values(codes, STEPS[byte][:, None], bits)).sum(axis=1)
+        error = np.square(x - grid_values(codes, STEP_SIZES[byte][:, None], bits)).sum(axis=1)
         assert (error <= np.square(x).sum(axis=1)).all()
 
 
 @pytest.mark.parametrize("bits", QUANTISED)
 def test_values_of_the_grid_have_their_own_codes(bits: int) -> None:
     codes = np.arange(2**bits)
-    for step in STEPS[1:0xF8]:
+    for step in STEP_SIZES[1:0xF8]:
         values = grid_values(codes, step, bits)
         np.testing.assert_array_equal(values, values_of(bits, step))
         np.testing.assert_array_equal(grid_codes(values, step, bits), codes)

@@ -36,14 +36,14 @@ struct Run {
 __device__ __forceinline__ Run find_run(const Tile& t, const Call& call, int key, u32& here) {
     const int2* const runs = call.runs + t.k_start;
     const int length = __ldg(&runs->x), number = (u32)key / (u32)length;
-    const int2 place = __ldg(runs + 1 + number);
-    if (place.y >= 0 && !(here >> place.y & 1)) {
+    const int2 source = __ldg(runs + 1 + number);
+    if (source.y >= 0 && !(here >> source.y & 1)) {
         const u32 piece = (u32)t.head_kv / (u32)call.heads_of_piece;
-        const u32 found = wait_arrival(call.arrived + place.y, call.first_arrival + piece);
-        if ((int)(found - call.first_arrival) >= call.last_piece) here |= 1u << place.y;
+        const u32 found = wait_arrival(call.arrived + source.y, call.first_arrival + piece);
+        if ((int)(found - call.first_arrival) >= call.last_piece) here |= 1u << source.y;
     }
     const int begin = number * length;
-    return {begin, begin + length, place.x - begin, place.y >= 0};
+    return {begin, begin + length, source.x - begin, source.y >= 0};
 }
 
 // Where tensor copies find `rows` rows of a run from `key` on; they fill up with zeros.

@@ -112,7 +112,7 @@ __device__ __forceinline__ Units units_of(const Call& call, int b, int begin, in
 }
 
 // Keys of a tile, rounded up to tiles of keys.
-__device__ __forceinline__ int most_keys_of(const Call& call, int b, const int* entries) {
+__device__ __forceinline__ int max_keys_of(const Call& call, int b, const int* entries) {
     int keys = 0;
     for (int i = 0; i < call.entries; ++i)
         if (entries[i] >= 0)
@@ -208,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_grouped_list(const __
         int own_keys = 0, own_tiles = 0;
         for_items(m, first, last, tiles, [&](int b, int tile) {
             const int count = units_of(call, b, begin, end).count;
-            const int keys = most_keys_of(call, b, entries_of(b, tile));
+            const int keys = max_keys_of(call, b, entries_of(b, tile));
             own_keys += (keys + call.block_n - 1) / call.block_n * count, own_tiles += count;
         });
         own_keys = __reduce_add_sync(ALL_LANES, own_keys);
@@ -219,22 +219,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_grouped_list(const __
     }
 
     // The first counter behind which there are no more than the last tiles.
-    int split_from = THREADS, room = 0;  // room: tiles that the section has place for in the list
+    int split_from = THREADS, max_tiles = 0;  // of the section in the list
     if (call.last) {
         for_items(m, first, last, tiles, [&](int b, int tile) {
-            const int keys = most_keys_of(call, b, entries_of(b, tile));
+            const int keys = max_keys_of(call, b, entries_of(b, tile));
             const int counter = counter_of((keys + call.block_n - 1) / call.block_n, call.longest);
             atomicAdd(&m.counters[counter], units_of(call, b, begin, end).count);
         });
         const int longer = scan(m.counters[threadIdx.x], m.sums);
         split_from -= __syncthreads_count(m.sums[32] - longer <= call.last);
-        room = m.sums[32] + call.last * (LAST_PARTS - 1);
+        max_tiles = m.sums[32] + call.last * (LAST_PARTS - 1);
         m.counters[threadIdx.x] = 0;
         __syncthreads();  // counters are 0 again
     }
 
     for_items(m, first, last, tiles, [&](int b, int tile) {
-        const int keys = most_keys_of(call, b, entries_of(b, tile));
+        const int keys = max_keys_of(call, b, entries_of(b, tile));
         const int num_tiles = (keys + call.block_n - 1) / call.block_n;
         const bool is_last = counter_of(num_tiles, call.longest) >= split_from;
         TileParts split = {keys, is_last ? max(MIN_KEYS, (num_tiles + LAST_PARTS - 1) / LAST_PARTS) : full};
@@ -252,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_grouped_list(const __
     });
 
     const int longer = scan(m.counters[threadIdx.x], m.sums);
-    const int written = tiles_before + m.sums[32], behind = max(written, tiles_before + room);
+    const int written = tiles_before + m.sums[32], behind = max(written, tiles_before + max_tiles);
     if (threadIdx.x == 0 && blockIdx.x + 1 == gridDim.x) {
         call.list->num_tiles = min(behind, call.capacity);
         call.list->semaphore = 0;

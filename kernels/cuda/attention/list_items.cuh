@@ -92,7 +92,8 @@ __device__ __forceinline__ void for_items(Shared& m, int from, int last, Count c
     }
 #pragma unroll 1
     for (; from <= last; from += THREADS) {
-        const int most = 1 << (31 - __clz(min(last - from, THREADS - 1) | 1));  // power of 2, of sequences
+        const int first_step =
+            1 << (31 - __clz(min(last - from, THREADS - 1) | 1));  // power of 2, of sequences
         const int own = from + threadIdx.x;
         m.starts[threadIdx.x] = scan(own <= last ? count(own) : 0, m.sums);
         if (threadIdx.x == 0) m.starts[THREADS] = m.sums[32];
@@ -101,7 +102,7 @@ __device__ __forceinline__ void for_items(Shared& m, int from, int last, Count c
         for (int at = threadIdx.x; at < m.starts[THREADS]; at += THREADS) {
             int low = 0;  // the last sequence that begins at or before `at`
 #pragma unroll 1
-            for (int step = most; step; step /= 2)
+            for (int step = first_step; step; step /= 2)
                 if (m.starts[low + step] <= at) low += step;
             visit(from + low, at - m.starts[low]);
         }

@@ -48,7 +48,7 @@ struct Lane {
 };
 
 // Rows of the longer of the two units of a warp.
-__device__ __forceinline__ i64 most_rows(const Lane& me) {
+__device__ __forceinline__ i64 max_rows(const Lane& me) {
     return max(me.rows, __shfl_xor_sync(ALL_LANES, me.rows, ROWS));
 }
 
@@ -63,8 +63,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16)
     const i64 pair = (i64)blockIdx.x * WARPS + threadIdx.x / 32;
     if (2 * pair >= shape.units) return;
     const Lane me(shape, pair);
-    const float most = __uint_as_float(0x7f800000u), least = CODEC == AFFINE ? -most : 0.f;
-    float2 low = {most, most}, high = {least, least};
+    const float infinity = __uint_as_float(0x7f800000u), lowest = CODEC == AFFINE ? -infinity : 0.f;
+    float2 low = {infinity, infinity}, high = {lowest, lowest};
 #pragma unroll 8
     for (i64 row = 0; row < me.rows; ++row) {
         const float2 v = two_elements(x, me.element + me.column + row * shape.columns);
@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16)
         if (CODEC == AFFINE) *(u32*)(offset + at) = first.offset_word | second.offset_word << 16;
         if (!(first.known && second.known) && bad) *bad = 1;
     }
-    for (i64 start = 0; start < most_rows(me); start += ROWS) {
+    for (i64 start = 0; start < max_rows(me); start += ROWS) {
         const int here = (int)min((i64)ROWS, me.rows - start);
 #pragma unroll 4
         for (int r = 0; r < here; ++r) {
@@ -112,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     const Scale first = read_scale(scales & 0xffff, offsets & 0xffff);
     const Scale second = read_scale(scales >> 16, offsets >> 16);
     i64 start = (warp - pair * parts) * PART;
-    const i64 end = min(start + PART, most_rows(me));
+    const i64 end = min(start + PART, max_rows(me));
     for (; start < end; start += ROWS) {
         if (start + me.lane % ROWS < me.rows)
             *me.row_of_codes(tile) =

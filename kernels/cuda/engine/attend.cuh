@@ -27,8 +27,8 @@ constexpr int KEY_BYTES = 2 * HEAD_DIM, CHUNK = SLOT_BYTES / (2 * KEY_BYTES);
 constexpr int TEAM_WARPS = WARPS / TEAMS,
               SIDES = TEAM_WARPS % 2 == 0 && CHUNK <= 2 * TEAM_WARPS * KEYS ? 2 : 1;
 constexpr int SIDE_WARPS = TEAM_WARPS / SIDES, ROUND = SIDE_WARPS * KEYS;  // keys taken together
-constexpr int MOST_STEPS = BATCH > 8 ? 1 : 4;
-constexpr int STEPS = CHUNK > (MOST_STEPS - 1) * ROUND ? MOST_STEPS : (CHUNK + ROUND - 1) / ROUND;
+constexpr int MAX_STEPS = BATCH > 8 ? 1 : 4;
+constexpr int STEPS = CHUNK > (MAX_STEPS - 1) * ROUND ? MAX_STEPS : (CHUNK + ROUND - 1) / ROUND;
 constexpr int READERS = HEADS_KV * PASSES;  // of a token: passes over a KV head's keys
 constexpr float LOWEST = -1e30f;
 static_assert(HEAD_DIM % 16 == 0 && KEYS >= 1 && CHUNK >= 1, "a key has up to 32 lanes, a slot has a key");
@@ -379,8 +379,8 @@ __device__ __forceinline__ void attend_segment(const Call& call, const Chunks& c
 
 // All segments of this CTA, by all multiplying warps. `x` has room for X_BYTES.
 __device__ __forceinline__ void attend(const Call& call, const Chunks& chunks, Ring& ring, char* x) {
-    constexpr int WARP_ROWS = HEADS_OF_WARP * MERGED_ROW, ROOM = X_BYTES / SEGMENT_BYTES;
-    constexpr int AT_ONCE = ROOM < 8 ? ROOM : 8;  // segments
+    constexpr int WARP_ROWS = HEADS_OF_WARP * MERGED_ROW, MAX_SEGMENTS = X_BYTES / SEGMENT_BYTES;
+    constexpr int AT_ONCE = MAX_SEGMENTS < 8 ? MAX_SEGMENTS : 8;  // segments
     u16* const newest = (u16*)x;
     float* const rows = (float*)(x + AT_ONCE * NEWEST_BYTES);
     __shared__ Segment segments[AT_ONCE];

@@ -130,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(MMA_THREADS, CLUSTER > 1 ? 3 : 2)
 
     const NormWeights held = load_norm_weights(qkv);
     wait_for_launches();
-    admit_launch();
+    launch_dependents();
     norm_x(call, qkv, held, (char*)x, moments);
     sync_threads(OF_MMA, MMA_THREADS);  // x is there
     int count = 0;                      // tiles of this CTA

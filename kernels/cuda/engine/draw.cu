@@ -45,10 +45,10 @@ __shared__ float of_warps[THREADS / 32], largest;
 __shared__ u64 totals[DIGITS], mass, before;
 __shared__ u32 digit;
 // Tokens with the digits found so far: those of this CTA, in any order, and those of all CTAs side by side.
-template <int MOST>
+template <int CAPACITY>
 struct List {
-    u64 numbers[MOST];
-    u32 weights[MOST], count;
+    u64 numbers[CAPACITY];
+    u32 weights[CAPACITY], count;
 };
 __shared__ List<FEW> own_list;
 __shared__ List<CTAS * FEW> list;

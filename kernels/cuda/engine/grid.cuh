@@ -34,15 +34,15 @@ __device__ __forceinline__ float2 numbers_of(u64 word) {
 __device__ __forceinline__ void leave_numbers(u64* to, float2 first, float2 second) {
     store_words(to, word_of(first), word_of(second));
 }
-// The numbers at at(0), ..., at(count - 1), up to MOST of them, when all are there.
-template <int MOST, class At>
-__device__ __forceinline__ void take_numbers(float2 (&first)[MOST], float2 (&second)[MOST], int count,
-                                             const At& at) {
+// The numbers at at(0), ..., at(count - 1), up to MAX_COUNT of them, when all are there.
+template <int MAX_COUNT, class At>
+__device__ __forceinline__ void take_numbers(float2 (&first)[MAX_COUNT], float2 (&second)[MAX_COUNT],
+                                             int count, const At& at) {
     bool there;
     do {
         there = true;
 #pragma unroll
-        for (int i = 0; i < MOST; ++i) {
+        for (int i = 0; i < MAX_COUNT; ++i) {
             u64 one, other;
             asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
                          : "=l"(one), "=l"(other)
@@ -53,6 +53,6 @@ __device__ __forceinline__ void take_numbers(float2 (&first)[MOST], float2 (&sec
         }
     } while (!there);
 #pragma unroll
-    for (int i = 0; i < MOST; ++i)
+    for (int i = 0; i < MAX_COUNT; ++i)
         if (i < count) store_words(at(i), 0, 0);
 }

@@ -59,8 +59,8 @@ constexpr int GROUP = HEADS_Q / HEADS_KV;
 // Query heads of a warp; teams of warps that read the same keys, as many as the group needs and there are
 // warps for; and how often a KV head is read for all of its group.
 constexpr int HEADS_OF_WARP = GROUP % 2 || BATCH > 8 ? 1 : 2;
-__host__ __device__ constexpr int largest_divisor(int number, int most) {
-    int found = most < number ? most : number;
+__host__ __device__ constexpr int largest_divisor(int number, int limit) {
+    int found = limit < number ? limit : number;
     while (number % found) --found;
     return found;
 }

@@ -47,7 +47,7 @@ __device__ __forceinline__ void merge_statistics(const Call& call, float2* momen
 
 constexpr int QUADS = HIDDEN / 4, PER_THREAD = (QUADS + MMA_THREADS - 1) / MMA_THREADS;
 constexpr int LOADS = BATCH * PER_THREAD;  // of 16 bytes, to norm all tokens
-constexpr int MOST_AHEAD = BATCH > 8 ? 5 : BATCH > 4 ? 8 : 4, AHEAD = LOADS < MOST_AHEAD ? LOADS : MOST_AHEAD;
+constexpr int MAX_AHEAD = BATCH > 8 ? 5 : BATCH > 4 ? 8 : 4, AHEAD = LOADS < MAX_AHEAD ? LOADS : MAX_AHEAD;
 constexpr int HELD = BATCH > 4 ? 1 : PER_THREAD;  // quads whose weights a thread holds
 
 struct NormWeights {

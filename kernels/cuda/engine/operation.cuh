@@ -15,13 +15,13 @@ struct Operation {
 static_assert(sizeof(Operation) == sizeof(Call) + 40, "OPERATION of kvlab/engine/kernels.py");
 
 // Launches that come early (`PreparedLaunch(..., early=True)`): what they do before `wait_for_launches` reads
-// nothing that an earlier launch writes, and from `admit_launch` on the next one may come.
+// nothing that an earlier launch writes, and from `launch_dependents` on the next one may come.
 __device__ __forceinline__ void wait_for_launches() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-__device__ __forceinline__ void admit_launch() {
+__device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif

@@ -144,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(MMA_THREADS)
 extern "C" __global__ void __launch_bounds__(64) add_rows(const __grid_constant__ Operation op) {
     const int lane = threadIdx.x % 32, tile = blockIdx.x * 2 + threadIdx.x / 32, n = blockIdx.y;
     const Element at = {min(tile, HIDDEN / 16 - 1), lane % 8, n};
-    admit_launch();
+    launch_dependents();
     const float2 bias = bias_of(op, at.row());
     wait_for_launches();
     const float2 before = load_pair(op.call.hidden + n * HIDDEN + at.row());

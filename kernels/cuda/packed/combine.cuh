@@ -35,13 +35,13 @@ __device__ __forceinline__ void hadamard_row(float2 (&x)[PAIRS_OF_LANE], int lan
 }
 
 // The states of the first `warps` warps become `rows` [row_count][ROW_FLOATS]; the others have met no token.
-// All threads. Warps leave up to `most` rows at a time in memory `stride` floats apart.
-__device__ __forceinline__ void combine_warps(const State& state, int row_count, int most, float* merge,
+// All threads. Warps leave up to `max_rows` rows at a time in memory `stride` floats apart.
+__device__ __forceinline__ void combine_warps(const State& state, int row_count, int max_rows, float* merge,
                                               int stride, int warps, float* rows) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
 #pragma unroll 1
-    for (int first = 0; first < row_count; first += most) {
-        const int held = min(most, row_count - first);
+    for (int first = 0; first < row_count; first += max_rows) {
+        const int held = min(max_rows, row_count - first);
 #pragma unroll
         for (int j = 0; j < LANE_ROWS; ++j) {
             const int row = LANE_ROWS * (lane % 4) + j - first;

@@ -6,7 +6,7 @@
 #include "packed/int8_mma.cuh"
 
 constexpr bool THREE_BITS = WIDTHS_K & 2, ONE_KEY_WIDTH = (WIDTHS_K & (WIDTHS_K - 1)) == 0;
-constexpr float MOST = 127 * 256 + 127;
+constexpr float MAX_FIXED_POINT = 127 * 256 + 127;  // of two bytes with signs
 
 // Sums of the fixed-point numbers of a row: of all, and of those for 3 bits; of each block, if there are any.
 #if IN_BLOCKS
@@ -57,7 +57,7 @@ __device__ __forceinline__ void start_scores(int sum, u32 (&start)[4]) {
 template <bool OF_3>
 __device__ __forceinline__ uint2 fixed_point_row(const float* rows, int row_count, int j, int two, int lane) {
     const float* row = rows + min(LANE_ROWS * (lane / 8) + j, row_count - 1) * ROW_FLOATS;
-    const float factor = MOST / fmaxf(row[HEAD_DIM], 1e-30f);
+    const float factor = MAX_FIXED_POINT / fmaxf(row[HEAD_DIM], 1e-30f);
     const int u = lane % 4, lower = lane / 4 % 2;
     const u32 select = lower ? 0x40 : 0x51, flip = lower ? 0x80808080u : 0u;
     // [tile][columns from 8 on][column 2u + 1]: byte 1 is the upper one, byte 0 the lower one + 128.
@@ -136,8 +136,9 @@ __device__ __forceinline__ void load_query(float* rows, int row_count, int lane,
     for (int j = 0; j < LANE_ROWS; ++j) {
         const float* own = rows + min(LANE_ROWS * (lane % 4) + j, row_count - 1) * ROW_FLOATS;
         const float amax = own[HEAD_DIM];
-        query.units[j] = {amax < INFINITY_F ? fmaxf(amax, 1e-30f) * (2.f / MOST) : __int_as_float(0x7fffffff),
-                          own[HEAD_DIM + 1]};
+        query.units[j] = {
+            amax < INFINITY_F ? fmaxf(amax, 1e-30f) * (2.f / MAX_FIXED_POINT) : __int_as_float(0x7fffffff),
+            own[HEAD_DIM + 1]};
     }
     store_fragments(rows, row_count, lane);
     query.stored = (const uint2*)rows + lane;

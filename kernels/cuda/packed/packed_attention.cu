@@ -274,9 +274,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
     // them has been asked for, a quad's time before they are needed. Quad n is at position begin + warp + n
     // WARPS.
     const int quad_count = begin + warp < end ? (u32)(end - begin - warp + WARPS - 1) / WARPS : 0;
-    int asked = 0, next_item = 0;  // quads; an item of the next
+    int next_quad = 0, next_item = 0;  // to load: a quad, an item of it
     auto read_entries = [&]() {
-        const int nth = asked + lane / 4;
+        const int nth = next_quad + lane / 4;
         if (nth >= quad_count) return;
         const Schedule of = schedule;
         const int position = of.begin + warp + nth * WARPS;
@@ -289,9 +289,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
     if (!known) read_entries();
     if (WINDOW && known && lane / 4 < quad_count) look_through_window(call, own, lane % 4);
     auto produce = [&](int slot) {
-        if (asked == quad_count) return;
+        if (next_quad == quad_count) return;
         const u32 label = first_label + slot * LABEL_BYTES;
-        const int holder = asked % 8;
+        const int holder = next_quad % 8;
         const Rung& rung = call.rungs[__shfl_sync(ALL_LANES, own.word, 4 * holder) & RUNG];
         const Part part = part_of(rung, next_item);
         if (lane / 4 == holder) {
@@ -305,7 +305,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
         ++next_item;
         if (!part.last && !hidden) return;
         next_item = 0;
-        if (++asked % 8 == 0) read_entries();
+        if (++next_quad % 8 == 0) read_entries();
     };
     int filled = 0;  // slots: the first quad of all warps goes before their second
     do {
@@ -458,10 +458,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
         // Warps leave the rows of a CTA's only sequence in their rings, which nothing fills any more.
         const Schedule divided = schedule;
         const bool only = divided.num_splits;
-        const int most = only ? 8 : call.merge_rows;
-        combine_warps(state, sequence.rows, most,
+        const int max_rows = only ? 8 : call.merge_rows;
+        combine_warps(state, sequence.rows, max_rows,
                       (float*)(shared + (only ? 0 : WARPS * stages * call.slot_bytes)),
-                      only ? stages * call.slot_bytes / 4 : most * ROW_FLOATS,
+                      only ? stages * call.slot_bytes / 4 : max_rows * ROW_FLOATS,
                       only ? min(WARPS, end - divided.begin) : WARPS, rows);
         bool last = true;
         const int first = only ? divided.first_cta : cta_of(start, divided.total, divided.ctas);

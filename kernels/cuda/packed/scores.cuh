@@ -41,8 +41,8 @@ __device__ __forceinline__ void load_query(float* rows, int row_count, int lane,
         for (int j = 0; j < 2; ++j) {
             const float2 pair = x[8 * i + 4 * j];
             query.rotated[i][j] = pack_halves(pair.x * factor, pair.y * factor);
-            const float2 taken = __half22float2(*(const __half2*)&query.rotated[i][j]);
-            residual[i][j] = pack_halves(pair.x * factor - taken.x, pair.y * factor - taken.y);
+            const float2 rounded = __half22float2(*(const __half2*)&query.rotated[i][j]);
+            residual[i][j] = pack_halves(pair.x * factor - rounded.x, pair.y * factor - rounded.y);
         }
         mma_half(sums, ones, query.rotated[i][0], query.rotated[i][1]);
         if (WITH_RESIDUAL) mma_half(sums, ones, residual[i][0], residual[i][1]);

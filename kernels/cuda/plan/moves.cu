@@ -343,13 +343,13 @@ __device__ __forceinline__ void close_up(const StoredClass& of, Scratch& shared)
         shared.reserved = atomicAdd(&p.call.head[p.layer].reserved, (u64)total | (u64)total_filled << 32);
     __syncthreads();  // the list has room for them
     const u32 reserved = (u32)shared.reserved;
-    if (reserved + (u64)total > (u64)p.call.most_dropped * PAGE) {
+    if (reserved + (u64)total > (u64)p.call.max_dropped * PAGE) {
         if (threadIdx.x == 0) atomicOr(p.s.status, TABLE_FULL);
         return;
     }
-    Move* const list = p.call.moves[1] + (u64)p.layer * p.call.most_dropped * PAGE + reserved;
+    Move* const list = p.call.moves[1] + (u64)p.layer * p.call.max_dropped * PAGE + reserved;
     u32* const begins =
-        p.call.begins[1] + (u64)p.layer * (p.call.most_dropped * PAGE + 1) + (u32)(shared.reserved >> 32);
+        p.call.begins[1] + (u64)p.layer * (p.call.max_dropped * PAGE + 1) + (u32)(shared.reserved >> 32);
     list_closing_moves(of, at, reserved, list, begins);
 }
 
@@ -403,12 +403,12 @@ extern "C" __global__ void __launch_bounds__(MOVE_THREADS, 3)
     const int g = blockIdx.x % p.groups, r = blockIdx.x / p.groups, rungs = p.s.num_rungs;
     if (r > rungs) return;  // the grid is that of the layer with most rungs
     const int bh = g / call.segments, segment = g % call.segments;
-    Move* const moves = call.moves[0] + (u64)p.layer * call.most_new_pages * PAGE;
+    Move* const moves = call.moves[0] + (u64)p.layer * call.max_new_pages * PAGE;
     if (r == rungs) {
         if (p.tokens(g)[r]) move_new(p, g, bh, segment, moves, shared);
         return;
     }
-    u32* const begins = call.begins[0] + (u64)p.layer * (call.most_new_pages + 1);
+    u32* const begins = call.begins[0] + (u64)p.layer * (call.max_new_pages + 1);
     const int pages = call.new_pages[p.at_rung(g, r)] - (r == rungs - 1 && p.extra_is_new(g));
     const u32 first = call.sequence[p.at_rung(g, r)];
     for (int i = threadIdx.x; i < pages; i += MOVE_THREADS)

@@ -181,19 +181,19 @@ struct Edge {
 
 // What is known of the first chunk beyond a price: it is one of these.
 struct Bounds {
-    int least, most;
+    int low, high;
 };
 
 // The first chunk of a run whose slope exceeds the price, or reaches it; their number if none does.
 __device__ __forceinline__ int first_beyond(const Run& run, float rate, float price, const Bounds& within,
                                             bool reaching) {
-    int found = within.least, half = within.most - within.least;
+    int found = within.low, half = within.high - within.low;
     half = half ? 1 << (31 - __clz(half)) : 0;
 #pragma unroll 1
     for (; half; half /= 2) {
         const int at = found + half;
-        const float slope = at <= within.most ? __fmul_rn(run.weights[at - 1], rate) : price;
-        const bool beyond = at > within.most || slope > price || (reaching && slope == price);
+        const float slope = at <= within.high ? __fmul_rn(run.weights[at - 1], rate) : price;
+        const bool beyond = at > within.high || slope > price || (reaching && slope == price);
         found = beyond ? found : at;
     }
     return found;
@@ -205,17 +205,17 @@ __device__ __forceinline__ int taking(const Run& run, float rate, float price, c
                                       int& above) {
     above = first_beyond(run, rate, price, within, false);
     if (ties <= run.first) return run.chunks - above;
-    const int equal = first_beyond(run, rate, price, {within.least, above}, true);
+    const int equal = first_beyond(run, rate, price, {within.low, above}, true);
     return run.chunks - above + min(max(ties - run.first, equal), above) - equal;
 }
 
 // Cuts the tokens of a row's groups into chunks; returns their number and the bytes that everything else
 // takes. If it is compact, what is left over makes chunks of fewer tokens, but in the page that takes the
 // next tokens, if that has enough free slots; so does what leaves the window. All threads.
-__device__ int make_chunks(const Plan& p, int row, bool compact, const int* cost, long long& taken) {
+__device__ int make_chunks(const Plan& p, int row, bool compact, const int* cost, long long& other_bytes) {
     const int own = p.s.heads * p.call.segments, classes = p.classes, top = p.s.num_rungs - 1;
     int total = 0;
-    taken = 0;
+    other_bytes = 0;
     for (int first = 0; first < own; first += ROW_THREADS) {
         const int i = first + threadIdx.x, g = row * own + i;
         int chunks = 0, started = -1, all;
@@ -237,13 +237,13 @@ __device__ int make_chunks(const Plan& p, int row, bool compact, const int* cost
                 const int movable = p.movable(g, c), n = chunks_of(c, movable);
                 const int beside = tokens[c] - min(PAGE * n, movable);
                 chunks += n;
-                taken += (long long)pages_of(beside) * cost[p.level_of(c)];
+                other_bytes += (long long)pages_of(beside) * cost[p.level_of(c)];
                 if (c == top) of_top = beside;
                 if (c > top) of_new = beside;
             }
             const bool extra = slots_behind(of_new, of_top) < lookahead;
             p.call.extra[p.group(g)] = (extra ? EXTRA : 0) | (compact || p.call.window ? COMPACT : 0);
-            if (extra) taken += cost[p.levels - 1];
+            if (extra) other_bytes += cost[p.levels - 1];
         }
         int number = total + block_scan<ROW_THREADS, int>(chunks, all), weights = 0;
         for (int c = 0; c < classes && i < own; ++c) {
@@ -254,7 +254,7 @@ __device__ int make_chunks(const Plan& p, int row, bool compact, const int* cost
         }
         total += all;
     }
-    block_scan<ROW_THREADS, long long>(taken, taken);  // and the runs are there
+    block_scan<ROW_THREADS, long long>(other_bytes, other_bytes);  // and the runs are there
     return total;
 }
 
@@ -295,16 +295,17 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
     __syncthreads();  // the tables are in shared memory
 
     const long long available = p.s.budget[row] - call.fixed_bytes;
-    long long taken;
-    int total = make_chunks(p, row, false, cost, taken);
-    if (taken + (long long)total * cost[0] > available) total = make_chunks(p, row, true, cost, taken);
+    long long other_bytes;
+    int total = make_chunks(p, row, false, cost, other_bytes);
+    if (other_bytes + (long long)total * cost[0] > available)
+        total = make_chunks(p, row, true, cost, other_bytes);
     if (call.choice == ON_HOST) {
         if (threadIdx.x) return;
-        call.bytes_left[p.layer * p.s.batch + row] = available - taken;
-        if (taken + (long long)total * cost[0] > available) atomicOr(p.s.status, OVER_BUDGET);
+        call.bytes_left[p.layer * p.s.batch + row] = available - other_bytes;
+        if (other_bytes + (long long)total * cost[0] > available) atomicOr(p.s.status, OVER_BUDGET);
         return;
     }
-    const long long bytes_left = available - taken - (long long)total * cost[0];
+    const long long bytes_left = available - other_bytes - (long long)total * cost[0];
     if (call.choice == UNIFORM) {
         choose_uniform(p, row, cost, bytes_left);
         return;
@@ -371,8 +372,8 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
         if (cheapest > 0) low = between(before, high, cheapest - 1);
         if (cheapest < NUM_PROBES) high = between(before, high, cheapest);
         // Dearer prices have later first chunks, so searches begin between those of the two that are left.
-        if (cheapest > 0) bounds.least = found[buffer ^ 1][cheapest - 1][first_task];
-        if (cheapest < NUM_PROBES) bounds.most = found[buffer ^ 1][cheapest][first_task];
+        if (cheapest > 0) bounds.low = found[buffer ^ 1][cheapest - 1][first_task];
+        if (cheapest < NUM_PROBES) bounds.high = found[buffer ^ 1][cheapest][first_task];
     }
     const float price = __int_as_float(high);
     int ties = 0, beyond = total + 1;
@@ -425,7 +426,7 @@ __device__ void cut_down(const Plan& p, int slabs) {
     }
     for (int r = 0; r < rungs; ++r) {
         const int of_slabs = (p.s.slab_count[r] + slabs) * (int)p.s.rungs[r].per_slab - p.s.used[r];
-        int left = min(of_slabs, p.call.most_new_pages / rungs), all;
+        int left = min(of_slabs, p.call.max_new_pages / rungs), all;
         for (int first = 0; first < p.groups; first += ALLOCATE_THREADS) {
             const int g = first + threadIdx.x, level = r + p.s.evicts;
             int wanted = 0;
@@ -456,11 +457,11 @@ extern "C" __global__ void __launch_bounds__(ALLOCATE_THREADS)
         new_pages += all;
         slabs += slabs_for(p, r, all);
     }
-    if (new_pages > call.most_new_pages || slabs > num_free) {
+    if (new_pages > call.max_new_pages || slabs > num_free) {
         if (threadIdx.x == 0) atomicOr(p.s.status, RETRY);
         cut_down(p, num_free / rungs);
     }
-    int listed = 0, moves = 0, taken = 0;
+    int listed = 0, moves = 0, slabs_taken = 0;
     for (int r = 0; r < rungs; ++r) {
         const int used = p.s.used[r], held = p.s.slab_count[r];
         int added = 0;
@@ -493,7 +494,7 @@ extern "C" __global__ void __launch_bounds__(ALLOCATE_THREADS)
         const int more = slabs_for(p, r, added);
         __syncthreads();  // the rung's old counts have been read
         for (int i = threadIdx.x; i < more; i += ALLOCATE_THREADS) {
-            const int slab = p.s.free_slabs[num_free - 1 - taken - i];
+            const int slab = p.s.free_slabs[num_free - 1 - slabs_taken - i];
             p.s.slabs[r * p.s.max_slabs + held + i] = slab;
             p.s.slab_slot[slab] = held + i;
         }
@@ -501,14 +502,14 @@ extern "C" __global__ void __launch_bounds__(ALLOCATE_THREADS)
             p.s.used[r] = used + added;
             p.s.slab_count[r] = held + more;
         }
-        taken += more;
+        slabs_taken += more;
     }
     if (threadIdx.x == 0) {
         PlanHead* head = call.head + p.layer;
-        p.s.num_free[0] = num_free - taken;
+        p.s.num_free[0] = num_free - slabs_taken;
         head->num_groups[0] = listed;
         head->reserved = 0, head->tables = 0;
-        call.begins[0][(u64)p.layer * (call.most_new_pages + 1) + listed] = moves;
+        call.begins[0][(u64)p.layer * (call.max_new_pages + 1) + listed] = moves;
     }
 }
 

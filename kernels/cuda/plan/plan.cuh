@@ -56,15 +56,15 @@ struct PlanCall {
     u8* after;      // [num_bh][entries]: tokens that a page will hold, or DROPPED
     int *role, *role_after;  // [groups][2]: entry of the page with the left over, of the empty page; -1: none
     Entry* table;            // [num_bh][entries]: as it will be
-    u32 *freed, *holes;  // [most_dropped]: numbers of dropped pages, by rung; those with a live page behind
-    u8* beyond_end;      // [most_dropped]: whether a page that is beyond the end after the change is dropped
+    u32 *freed, *holes;  // [max_dropped]: numbers of dropped pages, by rung; those with a live page behind
+    u8* beyond_end;      // [max_dropped]: whether a page that is beyond the end after the change is dropped
     PlanHead* head;      // [1]
-    Move* moves[2];      // [most_new_pages * PAGE], [most_dropped * PAGE]
-    u32* begins[2];      // [most_new_pages + 1], [most_dropped * PAGE + 1]
-    PageCopy* copies;    // [most_dropped]
+    Move* moves[2];      // [max_new_pages * PAGE], [max_dropped * PAGE]
+    u32* begins[2];      // [max_new_pages + 1], [max_dropped * PAGE + 1]
+    PageCopy* copies;    // [max_dropped]
     long long fixed_bytes;
     u64 floor;  // what the weights of all tokens have more than their importance, in units of 2^-32
-    int segments, chunks, most_new_pages, most_dropped;
+    int segments, chunks, max_new_pages, max_dropped;
     int num_new, first_position, sink, recent, lookahead, by_position, window, choice;
     int held;     // chunks of a row whose weights fit the shared memory of choose_rungs
     int cropped;  // pages may hold tokens at or beyond the end of their row, which are none
@@ -143,8 +143,8 @@ struct Plan {
         if (found && is_compact(g)) {
             int before = 0;
             for (int lower = 0; lower < level; ++lower) before += PAGE * chunks[lower];
-            const int most = run(g, c).w;
-            found = min(before + found, most) - min(before, most);
+            const int movable = run(g, c).w;
+            found = min(before + found, movable) - min(before, movable);
         }
         return c == s.num_rungs && r == c - 1 ? found + left_over(g, c) : found;
     }

@@ -67,7 +67,7 @@ struct Scoring {
 constexpr int SCORE_THREADS = 64;  // few, so that the last blocks of a launch end together
 constexpr int LANES = 8, QUADS = SCORE_THREADS / LANES, OWN = SLOTS / LANES;  // of a quad, a block, a lane
 constexpr int AT_ONCE = 4;                                                    // rows
-constexpr float LEAST = 3.7252903e-9f;  // 2^-28: less has no importance code, nor do sums of code 0
+constexpr float MIN_MASS = 3.7252903e-9f;  // 2^-28: less has no importance code, nor do sums of code 0
 
 // Byte i of x as 128 + x / 256, and the exponent of 2 that it is as eighths.
 constexpr float EIGHTHS = 32.f, ZERO_EIGHTHS = -4096.f;
@@ -226,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(SCORE_THREADS, 20)
         Rows(saved, block, saved_bh, first, lane).add_to(mass);
     const float per_row = __fdividef(1.f, (float)rows);
 #pragma unroll
-    for (int i = 0; i < OWN; ++i) mass[i] = mass[i] * per_row > LEAST ? mass[i] * per_row : 0.f;
+    for (int i = 0; i < OWN; ++i) mass[i] = mass[i] * per_row > MIN_MASS ? mass[i] * per_row : 0.f;
     float* const of_quad = shared_mass[threadIdx.x / LANES];
 #pragma unroll
     for (int q = 0; q < QUAD; ++q) *(float2*)(of_quad + PAGE * q + 2 * lane) = {mass[2 * q], mass[2 * q + 1]};

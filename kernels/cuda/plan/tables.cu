@@ -63,7 +63,7 @@ __device__ void list_pages(const Plan& p, int bh, const TableLayout& layout, Ent
     const LayerState& s = p.s;
     const u64 row = (u64)bh * s.entries;
     const u8* const after = p.call.after + p.bh(bh) * s.entries;
-    u32* const freed = p.call.freed + (u64)p.layer * p.call.most_dropped;
+    u32* const freed = p.call.freed + (u64)p.layer * p.call.max_dropped;
     const int roles = 2 * p.call.segments, n = s.num_pages[bh];
     const int* const role = p.call.role + p.group(bh * p.call.segments) * 2;
     int* const role_after = p.call.role_after + p.group(bh * p.call.segments) * 2;
@@ -163,11 +163,11 @@ __device__ void make_table(const Plan& p, int bh, const TableLayout& layout) {
 // slabs that become empty; returns the copies so far. All threads.
 __device__ int close_pool(const Plan& p, int r, int first_dead, int dropped, int copies) {
     const LayerState& s = p.s;
-    const u64 lists = (u64)p.layer * p.call.most_dropped + first_dead;
+    const u64 lists = (u64)p.layer * p.call.max_dropped + first_dead;
     const u32* freed = p.call.freed + lists;
     u32* const holes = p.call.holes + lists;
     u8* const beyond_end = p.call.beyond_end + lists;
-    PageCopy* const copy = p.call.copies + (u64)p.layer * p.call.most_dropped;
+    PageCopy* const copy = p.call.copies + (u64)p.layer * p.call.max_dropped;
     const int used = s.used[r], after = used - dropped;
     for (int i = threadIdx.x; i < dropped; i += TABLE_THREADS) beyond_end[i] = 0;
     __syncthreads();  // marks are clear
@@ -217,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS)
     begin_early();
     const Plan p(call, blockIdx.y);
     PlanHead* const head = call.head + p.layer;
-    if (find_layout(p, blockIdx.x, layout, dropped) > call.most_dropped) {
+    if (find_layout(p, blockIdx.x, layout, dropped) > call.max_dropped) {
         if (threadIdx.x == 0) atomicOr(p.s.status, TABLE_FULL);
         return;
     }
@@ -238,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS)
         const u64 reserved = head->reserved;
         head->num_groups[1] = (int)(reserved >> 32);
         head->num_copies = copies;
-        call.begins[1][(u64)p.layer * (call.most_dropped * PAGE + 1) + (reserved >> 32)] = (u32)reserved;
+        call.begins[1][(u64)p.layer * (call.max_dropped * PAGE + 1) + (reserved >> 32)] = (u32)reserved;
     }
 }
 

@@ -1,8 +1,8 @@
 """The loops of the page allocator: a multiple-choice knapsack in which a rung costs the same for every page.
 
 `kvlab/ops/allocator.py` states the problem and calls these loops. Shapes used throughout: ``loss``
-(pages, rungs), ``cost`` (rungs,), ``ceiling`` and ``rung`` (pages,). A *step* lifts a page from one corner of
-its lower convex hull of (bytes, loss) points to the next; its *slope* is the loss saved per byte.
+(pages, rungs), ``cost`` (rungs,), ``ceiling`` and ``rung`` (pages,). An *edge* lifts a page from one corner
+of its lower convex hull of (bytes, loss) points to the next; its *slope* is the loss saved per byte.
 ``free_bytes`` are bytes of the budget that nothing takes yet.
 
 All loops are serial: at 4,096 pages the greedy ones take a fraction of a millisecond, too little to divide
@@ -14,46 +14,46 @@ from numba import njit
 
 
 @njit(cache=True)
-def hull_steps(loss, cost, ceiling):
-    """Slope, bytes and target rung of each page's steps, steepest first: three arrays (pages, rungs - 1).
+def hull_edges(loss, cost, ceiling):
+    """Slope, bytes and target rung of each page's edges, steepest first: three arrays (pages, rungs - 1).
 
-    Unused places have slope 0. Steps of equal slope are kept apart, because smaller steps fit more often.
+    Unused places have slope 0. Edges of equal slope are kept apart, because smaller ones fit more often.
     """
     pages, rungs = loss.shape
     slope = np.zeros((pages, rungs - 1))
-    step_cost = np.zeros((pages, rungs - 1), np.int64)
+    edge_cost = np.zeros((pages, rungs - 1), np.int64)
     target = np.zeros((pages, rungs - 1), np.int64)
     for page in range(pages):
-        steps = 0
+        edges = 0
         for rung in range(1, ceiling[page] + 1):
             while True:
-                start = target[page, steps - 1] if steps else 0
+                start = target[page, edges - 1] if edges else 0
                 saved_per_byte = (loss[page, start] - loss[page, rung]) / (cost[rung] - cost[start])
-                if steps == 0 or saved_per_byte <= slope[page, steps - 1]:
+                if edges == 0 or saved_per_byte <= slope[page, edges - 1]:
                     break
-                steps -= 1
+                edges -= 1
             if saved_per_byte > 0:
-                slope[page, steps] = saved_per_byte
-                step_cost[page, steps] = cost[rung] - cost[start]
-                target[page, steps] = rung
-                steps += 1
-        slope[page, steps:] = 0
-    return slope, step_cost, target
+                slope[page, edges] = saved_per_byte
+                edge_cost[page, edges] = cost[rung] - cost[start]
+                target[page, edges] = rung
+                edges += 1
+        slope[page, edges:] = 0
+    return slope, edge_cost, target
 
 
 @njit(cache=True)
-def break_price(slope_bits, step_cost, free_bytes):
-    """The lowest price such that all steps of a steeper slope fit together; 0 if all steps fit.
+def break_price(slope_bits, edge_cost, free_bytes):
+    """The lowest price such that all edges of a steeper slope fit together; 0 if all edges fit.
 
     Prices and slopes are the bit patterns of non-negative floats: read as integers they keep their order, so
-    at most 63 halvings end at the exact slope of the first step that does not fit, whatever the slopes are.
+    at most 63 halvings end at the exact slope of the first edge that does not fit, whatever the slopes are.
     """
     low, high = np.int64(-1), slope_bits.max()
     while high - low > 1:
         price = low + (high - low) // 2
         total = np.int64(0)
-        for step in range(slope_bits.size):
-            total += step_cost[step] if slope_bits[step] > price else 0
+        for edge in range(slope_bits.size):
+            total += edge_cost[edge] if slope_bits[edge] > price else 0
         if total <= free_bytes:
             high = price
         else:
@@ -62,25 +62,25 @@ def break_price(slope_bits, step_cost, free_bytes):
 
 
 @njit(cache=True)
-def climb(slope, step_cost, target, price, free_bytes):
-    """Rungs and free bytes after all steps above the price, then those at it, by page, while they fit."""
-    pages, max_steps = slope.shape
+def climb(slope, edge_cost, target, price, free_bytes):
+    """Rungs and free bytes after all edges above the price, then those at it, by page, while they fit."""
+    pages, max_edges = slope.shape
     rung = np.zeros(pages, np.int64)
-    taken = np.zeros(pages, np.int64)
+    edges_taken = np.zeros(pages, np.int64)
     for page in range(pages):
-        while taken[page] < max_steps and slope[page, taken[page]] > price:
-            free_bytes -= step_cost[page, taken[page]]
-            rung[page] = target[page, taken[page]]
-            taken[page] += 1
+        while edges_taken[page] < max_edges and slope[page, edges_taken[page]] > price:
+            free_bytes -= edge_cost[page, edges_taken[page]]
+            rung[page] = target[page, edges_taken[page]]
+            edges_taken[page] += 1
     if price == 0:
         return rung, free_bytes
     for page in range(pages):
-        while taken[page] < max_steps and slope[page, taken[page]] == price:
-            if step_cost[page, taken[page]] > free_bytes:
+        while edges_taken[page] < max_edges and slope[page, edges_taken[page]] == price:
+            if edge_cost[page, edges_taken[page]] > free_bytes:
                 return rung, free_bytes
-            free_bytes -= step_cost[page, taken[page]]
-            rung[page] = target[page, taken[page]]
-            taken[page] += 1
+            free_bytes -= edge_cost[page, edges_taken[page]]
+            rung[page] = target[page, edges_taken[page]]
+            edges_taken[page] += 1
     return rung, free_bytes
 
 
@@ -88,7 +88,7 @@ def climb(slope, step_cost, target, price, free_bytes):
 def fill(rung, loss, cost, ceiling, free_bytes):
     """Raise rungs, in place, until nothing more fits: first what saves most, then whatever is lowest.
 
-    After `climb` fewer bytes are free than one step takes. Few upgrades fit, so each is found by a pass over
+    After `climb` fewer bytes are free than one edge takes. Few upgrades fit, so each is found by a pass over
     all pages, and what it saves counts rather than what it saves per byte.
     """
     pages, rungs = loss.shape
@@ -107,9 +107,9 @@ def fill(rung, loss, cost, ceiling, free_bytes):
         rung[best_page] = best_rung
     for higher in range(1, rungs):
         for page in range(pages):
-            step = cost[higher] - cost[rung[page]]
-            if 0 < step <= free_bytes and higher <= ceiling[page]:
-                free_bytes -= step
+            extra = cost[higher] - cost[rung[page]]
+            if 0 < extra <= free_bytes and higher <= ceiling[page]:
+                free_bytes -= extra
                 rung[page] = higher
 
 

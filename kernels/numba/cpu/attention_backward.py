@@ -13,13 +13,17 @@ sum waits in memory beyond scratch, and no row depends on its batch mates. Panel
 cpu/tiles.py. Scratch memory of a thread at head_dim 128: 350 KiB in the first pass, 620 KiB in the second.
 
 `lse` and `out` may be those of more keys than there are here: then the gradients are those of this part.
+
+`out` was rounded, and the slopes of all keys of a row get what delta lost by that. Slopes of equal keys add
+up to 0, so their dq would be nothing else. Where a tile holds all keys of a row, delta therefore is the mean
+of <dout, v> by its weights, if rounding explains the difference.
 """
 
 import numpy as np
 from numba import njit, types
 
 from .elements import FLOAT32, load_values, store_values
-from .simd import LANES, any_above, helper, load, splat, store, where
+from .simd import LANES, any_above, helper, load, magnitude, splat, store, where
 from .softmax import LOG2_E, exp2, take_number
 from .tiles import (
     CHUNK,
@@ -31,7 +35,7 @@ from .tiles import (
     WRITE,
     apply_mask,
     array_type,
-    cap,
+    cap_and_bend,
     fused,
     large_share,
     mask_of,
@@ -44,8 +48,13 @@ from .tiles import (
 TILES = 4
 """Tiles of keys that share a panel of query rows in the second pass."""
 
+ROUNDING = (2.0**-10, 2.0**-7, 2.0**-20)
+"""What rounding explains of the difference of two <dout, out>, in their terms, by dtype: 2 units in the last
+place of an out of 16 bits, 16 of one in float32, whose sums err more."""
+
 _SQUARE = PANEL * PANEL
-_LOWEST = np.float32(-3e38)  # below this, a score is that of a hidden key
+_LEAST = np.float32(2.0**-126)  # a weight below this is 0, see `exp2`
+_NEARLY = np.float32(2.0**-14)  # so near to 1 are the weights of a row that has no other keys
 _ZERO, _ONE, _INFINITY = np.float32(0), np.float32(1), np.float32(np.inf)
 
 
@@ -61,44 +70,61 @@ def _read_logs(lse, place, head, group, row, rows, logs):
 
 
 @helper
-def _probabilities(
-    scores, slopes, keys, hidden, first, last, tile, pitch, queries, channels, dtype, factor, rate, softcap,
-    logs, dpsum, sums, exponents,
-):  # fmt: skip
-    """Turn scores into probabilities, and slopes, which hold <dout, v>, into slopes.
-
-    In float32 large probabilities are computed again from `tile` and `queries`, see `sharpen`.
-    """
-    if softcap > 0:
-        cap(scores, keys, rate, softcap)
-    if hidden:
-        apply_mask(scores, keys, first, last)
-    bent = splat(_ONE / softcap if softcap > 0 else _ZERO)
-    for lane in range(0, PANEL, LANES):
-        below, delta = splat(_ZERO) - load(logs, lane), load(dpsum, lane)
-        limit = large_share(load(logs, lane) * splat(LOG2_E), softcap)
-        for j in range(keys):
-            at = j * PANEL + lane
-            score = load(scores, at)
-            weight = exp2(fused(score, splat(factor), below) * splat(LOG2_E))
-            if dtype == FLOAT32 and any_above(weight, limit):
-                weight = sharpen(
-                    weight, limit, tile, j * pitch, queries, lane, channels, factor, rate, softcap, logs,
-                    LOG2_E, sums, exponents,
-                )  # fmt: skip
-            slope = weight * (load(slopes, at) - delta)
-            tanh = score * bent
-            slope = slope * (splat(_ONE) - tanh * tanh) if softcap > 0 else slope
-            store(scores, at, weight)
-            store(slopes, at, where(splat(_LOWEST) > score, splat(_ZERO), slope))
+def _slope(weight, product, delta, bends, at, softcap):
+    """What the loss gains from a score, 0 from that of a hidden key, whose product may be anything."""
+    slope = weight * (product - delta)
+    slope = slope * load(bends, at) if softcap > 0 else slope
+    return where(splat(_LEAST) > weight, splat(_ZERO), slope)
 
 
 @helper
-def _find_dpsum(dout, out, dtype, place, head, group, row, rows, line, other, dpsum, kept):
-    """dpsum (PANEL,) = <dout, out> of the rows, also written to `kept`; 0 beyond the last row."""
+def _probabilities(
+    scores, slopes, keys, hidden, first, last, tile, pitch, queries, channels, dtype, factor, rate, softcap,
+    logs, dpsum, slack, bends, sums, exponents,
+):  # fmt: skip
+    """Turn scores into probabilities, and slopes, which hold <dout, v>, into slopes.
+
+    dpsum (PANEL,) is found anew for rows with a `slack` (PANEL,), all of whose keys are here; `slack` may be
+    empty. `bends` is scratch.
+    """
+    if softcap > 0:
+        cap_and_bend(scores, keys, rate, softcap, bends)
+    if hidden:
+        apply_mask(scores, keys, first, last)
+    for lane in range(0, PANEL, LANES):
+        limit = large_share(load(logs, lane) * splat(LOG2_E), softcap)
+        delta, whole, products = load(dpsum, lane), splat(_ZERO), splat(_ZERO)
+        for at in range(lane, keys * PANEL, PANEL):
+            weight = exp2(
+                fused(load(scores, at), splat(factor), splat(_ZERO) - load(logs, lane)) * splat(LOG2_E)
+            )
+            if dtype == FLOAT32 and any_above(weight, limit):
+                weight = sharpen(
+                    weight, limit, tile, at // PANEL * pitch, queries, lane, channels, factor, rate, softcap,
+                    logs, LOG2_E, sums, exponents,
+                )  # fmt: skip
+            store(scores, at, weight)
+            if slack.size:
+                whole = whole + weight
+                products = products + where(splat(_LEAST) > weight, splat(_ZERO), weight * load(slopes, at))
+            else:
+                store(slopes, at, _slope(weight, load(slopes, at), delta, bends, at, softcap))
+        if slack.size:
+            own = products / whole
+            own = where(load(slack, lane) > magnitude(own - delta), own, delta)
+            delta = where(splat(_NEARLY) > magnitude(whole - splat(_ONE)), own, delta)
+            store(dpsum, lane, delta)
+            for at in range(lane, keys * PANEL, PANEL):
+                store(slopes, at, _slope(load(scores, at), load(slopes, at), delta, bends, at, softcap))
+
+
+@helper
+def _find_dpsum(dout, out, dtype, place, head, group, row, rows, line, other, dpsum, slack):
+    """dpsum (PANEL,) = <dout, out> of the rows, 0 beyond the last; slack: what rounding explains of it."""
     channels = dout[0].shape[3] + dout[1].shape[3]
+    part = ROUNDING[dtype]
     for lane in range(PANEL):
-        dpsum[lane] = 0
+        dpsum[lane] = slack[lane] = 0
         if row + lane < rows:
             position, own = place[1] + (row + lane) // group, head * group + (row + lane) % group
             load_values(
@@ -113,11 +139,38 @@ def _find_dpsum(dout, out, dtype, place, head, group, row, rows, line, other, dp
             load_values(
                 out[0][place[0], position, own], out[1][place[0], position, own], dtype, 0, channels, other, 0
             )
-            total = 0.0
+            total = terms = 0.0
             for channel in range(channels):
-                total += np.float64(line[channel]) * np.float64(other[channel])
-            dpsum[lane] = total
-            kept[place[0], own, position] = total
+                product = np.float64(line[channel]) * np.float64(other[channel])
+                total += product
+                terms += abs(product)
+            dpsum[lane], slack[lane] = total, part * terms
+
+
+@helper
+def _keep_dpsum(dpsum, place, head, group, row, rows, kept):
+    """Write dpsum of the rows to `kept`."""
+    for lane in range(min(PANEL, rows - row)):
+        position, own = place[1] + (row + lane) // group, head * group + (row + lane) % group
+        kept[place[0], own, position] = dpsum[lane]
+
+
+@helper
+def _slack_of_whole_rows(place, group, row, rows, key, left, right, slack, found):
+    """Say whether rows see no key but those of the tile at `key`; found (PANEL,) = their slack, of others 0.
+
+    `found` is not written where the first or the last row says that there are none.
+    """
+    behind, top, bottom = place[4] - place[2], row // group, (min(row + PANEL, rows) - 1) // group
+    if max(bottom + behind - left, 0) < key or min(top + behind + right, place[4] - 1) >= key + KEYS:
+        return False
+    some = False
+    for lane in range(PANEL):
+        position = (row + lane) // group + behind
+        whole = max(position - left, 0) >= key and min(position + right, place[4] - 1) < key + KEYS
+        found[lane] = slack[lane] if whole else 0
+        some |= whole
+    return some
 
 
 @helper
@@ -193,12 +246,12 @@ def backward_queries(
     pitch = width + LANES
     keys_tile, values_tile = np.zeros((2, KEYS * pitch), np.float32)
     queries, above, totals = np.empty((3, PANELS, width * PANEL), np.float32)
-    logs, dpsum = np.empty((2, PANELS, PANEL), np.float32)
-    scores, slopes = np.empty((2, KEYS * PANEL), np.float32)
-    first, last = np.empty((2, PANEL), np.float32)
+    logs, dpsum, slack = np.empty((3, PANELS, PANEL), np.float32)
+    scores, slopes, bends = np.empty((3, KEYS * PANEL), np.float32)
+    first, last, marks = np.empty((3, PANEL), np.float32)
     line, other, rest = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(LANES, np.uint16)
     sums, exponents = np.empty(LANES, np.float64), np.empty(LANES, np.float32)
-    ones = np.ones(PANEL, np.float32)
+    ones, nothing = np.ones(PANEL, np.float32), np.empty(0, np.float32)
     item = take_number(counter)
     while item < items.shape[0]:
         place, head = places[items[item, 0]], items[item, 1]
@@ -209,7 +262,7 @@ def backward_queries(
             read_panel(q[0], q[1], dtype, place, head, group, row, rows, sign, line, queries[p])
             read_panel(dout[0], dout[1], dtype, place, head, group, row, rows, _ONE, line, above[p])
             _read_logs(lse, place, head, group, row, rows, logs[p])
-            _find_dpsum(dout, out, dtype, place, head, group, row, rows, line, other, dpsum[p], delta)
+            _find_dpsum(dout, out, dtype, place, head, group, row, rows, line, other, dpsum[p], slack[p])
             for i in range(width * PANEL):
                 totals[p, i] = 0
         behind = place[4] - place[2]
@@ -226,12 +279,17 @@ def backward_queries(
                     continue
                 multiply(keys_tile, pitch, 1, queries[p], channels, CHUNK, scores, padded, ones, True)
                 multiply(values_tile, pitch, 1, above[p], channels, CHUNK, slopes, padded, ones, True)
+                whole = _slack_of_whole_rows(
+                    place, group, start + p * PANEL, rows, key, left, right, slack[p], marks
+                )
                 _probabilities(
                     scores, slopes, padded, hidden or padded < KEYS, first, last, keys_tile, pitch,
-                    queries[p], channels, dtype, factor, rate, softcap, logs[p], dpsum[p], sums, exponents,
+                    queries[p], channels, dtype, factor, rate, softcap, logs[p], dpsum[p],
+                    marks if whole else nothing, bends, sums, exponents,
                 )  # fmt: skip
                 multiply(keys_tile, 1, pitch, slopes, padded, KEYS, totals[p], width, ones, False)
         for p in range(panels):
+            _keep_dpsum(dpsum[p], place, head, group, start + p * PANEL, rows, delta)
             _write_queries(
                 totals[p], place, head, group, start + p * PANEL, rows, scale, dtype, line, rest, dq[0], dq[1]
             )
@@ -251,11 +309,11 @@ def backward_keys(
     keys_totals, values_totals = np.empty((2, TILES, blocks * KEYS * PANEL), np.float32)
     queries, above = np.empty((2, width * PANEL), np.float32)
     query_squares, above_squares = np.zeros((2, blocks * _SQUARE), np.float32)
-    scores, slopes = np.empty((2, KEYS * PANEL), np.float32)
+    scores, slopes, bends = np.empty((3, KEYS * PANEL), np.float32)
     logs, dpsum, first, last = np.empty((4, PANEL), np.float32)
     line, rest = np.empty(width, np.float32), np.empty(LANES, np.uint16)
     sums, exponents = np.empty(LANES, np.float64), np.empty(LANES, np.float32)
-    ones = np.ones(PANEL, np.float32)
+    ones, nothing = np.ones(PANEL, np.float32), np.empty(0, np.float32)
     item = take_number(counter)
     while item < items.shape[0]:
         place, head = places[items[item, 0]], items[item, 1]
@@ -289,7 +347,8 @@ def backward_keys(
                 multiply(values_tiles[t], pitch, 1, above, channels, CHUNK, slopes, padded, ones, True)
                 _probabilities(
                     scores, slopes, padded, hidden or padded < KEYS, first, last, keys_tiles[t], pitch,
-                    queries, channels, dtype, factor, rate, softcap, logs, dpsum, sums, exponents,
+                    queries, channels, dtype, factor, rate, softcap, logs, dpsum, nothing, bends, sums,
+                    exponents,
                 )  # fmt: skip
                 _add_rows(scores, padded, above_squares, blocks, ones, values_totals[t])
                 _add_rows(slopes, padded, query_squares, blocks, ones, keys_totals[t])

@@ -85,7 +85,7 @@ class Rules(NamedTuple):
     lookahead: int
     by_position: bool
     fixed_nbytes: int
-    most_new_pages: int
+    max_new_pages: int
     window: int
     floor: int
     oldest: int

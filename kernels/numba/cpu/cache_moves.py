@@ -53,7 +53,7 @@ def list_moves(tables, rules, new, groups):
         if groups.tokens[g, rungs]:
             _enter(tables, rules, new, groups, g, first, moves, targets[rungs])
     holes = np.empty((PAGE * max(tables.counts.shape[1], 1), 2), np.uint32)
-    closing, closed = np.empty((_most_holes(rules, groups), 4), np.uint32), np.int64(0)
+    closing, closed = np.empty((_max_holes(rules, groups), 4), np.uint32), np.int64(0)
     for g in range(num_groups):
         for r in range(rungs):
             run = begins[g // rules.segments, r : r + 2]
@@ -62,7 +62,7 @@ def list_moves(tables, rules, new, groups):
 
 
 @helper
-def _most_holes(rules, groups):
+def _max_holes(rules, groups):
     """Count the slots that tokens leave, and all of pages that are partly filled."""
     (num_groups, rungs), total = groups.first.shape, np.int64(0)
     for g in range(num_groups):

@@ -366,7 +366,7 @@ def _allocate(tables, rules, groups, new_pages):
             new_pages[r] += _new_pages(rules, groups, g, r)
         slabs += _slabs_needed(tables, new_pages[r], r)
         pages += new_pages[r]
-    whole = pages <= rules.most_new_pages and slabs <= tables.num_free[0]
+    whole = pages <= rules.max_new_pages and slabs <= tables.num_free[0]
     if not whole:
         _cut_down(tables, rules, groups, new_pages)
     for r in range(rungs):
@@ -393,7 +393,7 @@ def _cut_down(tables, rules, groups, left):
     part = tables.num_free[0] // rungs
     for r in range(rungs):
         held = (tables.slab_count[r] + part) * tables.rungs[r, PER_SLAB] - tables.used[r]
-        left[r] = min(held, rules.most_new_pages // rungs)
+        left[r] = min(held, rules.max_new_pages // rungs)
     for g in range(num_groups):
         groups.extra[g], groups.tokens[g, rungs], groups.chunks[g, rungs] = False, 0, 0
         for level in range(groups.chosen.shape[2]):

@@ -185,7 +185,7 @@ def append_tokens(tables, formats, frames, new, valid):
 
 
 @serial
-def follow_ratios(ratios, q, k, mean, valid, most, jump):
+def follow_ratios(ratios, q, k, mean, valid, max_ratio, jump):
     """Let ratios of keys and queries follow new tokens: `follow_ratios` of kvlab/reference/blocks.py.
 
     ratios int16 (batch, heads, head_dim / 2); q float32 (batch, tokens, query heads, head_dim); k the same of
@@ -214,13 +214,13 @@ def follow_ratios(ratios, q, k, mean, valid, most, jump):
                     if 0 < size < infinite and 0 < energy < infinite:
                         now = (np.int64(lines[0, i]) >> 15) - (np.int64(lines[1, i]) >> 15)
                         ratio = np.int64(ratios[row, head, i])
-                        change = min(max(now, -most), most) - ratio
+                        change = min(max(now, -max_ratio), max_ratio) - ratio
                         jumps = group > 1 and change >= jump
                         ratios[row, head, i] = ratio + (change if jumps else change >> 3)
 
 
 @serial
-def has_grown(ratios, shifts, least, again):
+def has_grown(ratios, shifts, first_limit, next_limit):
     """Whether a rotary pair of any head has become large; `further_shift` of kvlab/ops/frame.py says more."""
     batch, heads, half = ratios.shape
     own = np.empty(half, np.int64)
@@ -229,7 +229,7 @@ def has_grown(ratios, shifts, least, again):
             over = np.int64(-(1 << 30))  # of a pair that has grown most, less what is asked of it
             for i in range(half):
                 own[i] = np.int64(ratios[row, head, i]) - (np.int64(shifts[row, head, i]) << 9)
-                over = max(over, own[i] - (again if shifts[row, head, i] else least))
+                over = max(over, own[i] - (next_limit if shifts[row, head, i] else first_limit))
             own.sort()
             if over >= own[(half - 1) // 2]:
                 return True

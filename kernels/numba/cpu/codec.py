@@ -98,8 +98,8 @@ def quantize_rows(
         stats = np.zeros((4, of_groups), np.float32)
         words = np.empty((2, of_groups), np.uint16)
         for row0 in range(task * _BLOCKS * block, min(rows, (task + 1) * _BLOCKS * block), block):
-            taken = min(block, rows - row0)
-            for k in range(taken * groups):
+            block_rows = min(block, rows - row0)
+            for k in range(block_rows * groups):
                 first = k % groups * group
                 count = min(group, n - first)
                 load_values(x16, x32, dtype, (row0 + k // groups) * n + first, count, values, k * stride)
@@ -108,11 +108,13 @@ def quantize_rows(
                 else:
                     stats[1, k] = measure_magnitude(values, k * stride, count)
             if codec >= HADAMARD:
-                measure_squares(codec, values, stride, taken, n, group, squares, stats)
-            find_scales(codec, top, half_levels, stats, taken * groups, words)
+                measure_squares(codec, values, stride, block_rows, n, group, squares, stats)
+            find_scales(codec, top, half_levels, stats, block_rows * groups, words)
             if codec == HADAMARD:
-                count_borders(values, stride, taken, n, group, stats[2], unit, borders, table, places, codes)
-            for k in range(taken * groups):
+                count_borders(
+                    values, stride, block_rows, n, group, stats[2], unit, borders, table, places, codes
+                )
+            for k in range(block_rows * groups):
                 first = k % groups * group
                 count = min(group, n - first)
                 at = k // groups * n + first
@@ -126,7 +128,7 @@ def quantize_rows(
                 scale[row0 * groups + k] = words[0, k]
                 if codec == AFFINE:
                     offset[row0 * groups + k] = words[1, k]
-            _pack_rows(codec, codes, taken, n, bits, packed, row0 * row_bytes, row_bytes)
+            _pack_rows(codec, codes, block_rows, n, bits, packed, row0 * row_bytes, row_bytes)
     return bad
 
 
@@ -148,9 +150,11 @@ def dequantize_rows(packed, n, codec, bits, group, levels, scale, offset, dtype,
         codes = np.zeros(block * n + LANES, np.uint8)
         rest = np.empty(LANES, np.uint16)
         for row0 in range(task * _BLOCKS * block, min(rows, (task + 1) * _BLOCKS * block), block):
-            taken = min(block, rows - row0)
-            bad += np.int64(_unpack_rows(codec, packed, row0 * row_bytes, row_bytes, bits, codes, taken, n))
-            for k in range(taken * groups):
+            block_rows = min(block, rows - row0)
+            bad += np.int64(
+                _unpack_rows(codec, packed, row0 * row_bytes, row_bytes, bits, codes, block_rows, n)
+            )
+            for k in range(block_rows * groups):
                 first = k % groups * group
                 count = min(group, n - first)
                 at = k // groups * n + first
@@ -175,6 +179,6 @@ def dequantize_rows(packed, n, codec, bits, group, levels, scale, offset, dtype,
                     store_values(values, dtype, out16, out32, row0 * n + at, count, rest)
             if whole:
                 if codec == HADAMARD:
-                    rotate(values, taken * n, group & -group, factor)
-                store_values(values, dtype, out16, out32, row0 * n, taken * n, rest)
+                    rotate(values, block_rows * n, group & -group, factor)
+                store_values(values, dtype, out16, out32, row0 * n, block_rows * n, rest)
     return bad

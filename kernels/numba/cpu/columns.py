@@ -77,14 +77,14 @@ def quantize_columns(x16, x32, dtype, shape, codec, bits, group, half_levels, pa
         find_scales(codec, top, half_levels, stats, n, words)
         zero, most = splat(_ZERO), splat(top)
         for start in range(0, count, block):
-            taken = min(block, count - start)
-            for t in range(taken):
+            block_rows = min(block, count - start)
+            for t in range(block_rows):
                 load_values(x16, x32, dtype, (row + (start + t) * inner) * n, n, values, 0)
                 for i in range(0, n, LANES):
                     code = (load(values, i) - load(offsets, i)) / load(scales, i)
                     store_codes(codes, t * n + i, minimum(maximum(code, zero), most))
-            run = taken * n if inner == 1 and n % 8 == 0 else n  # codes whose bytes follow each other
-            for done in range(0, taken * n, run):
+            run = block_rows * n if inner == 1 and n % 8 == 0 else n  # codes whose bytes follow each other
+            for done in range(0, block_rows * n, run):
                 target = (row + (start + done // n) * inner) * row_bytes
                 pack_run(codes, done, run, bits, packed, target)
         for i in range(n):

@@ -89,7 +89,7 @@ def attend_exact(counter, q, k, v, visible, scale, softcap, out, lse):
     queries, totals = np.empty((2, PANELS, head_dim * PANEL), np.float32)
     row_max, row_sum = np.empty((2, PANELS, PANEL), np.float32)
     scores, marks = np.empty(KEYS * PANEL, np.float32), np.empty(2 * PANEL, np.float32)
-    peak = np.empty(PANEL, np.float32)
+    nothing = np.empty(0, np.float32)
     item = take_number(counter)
     while item < batch * heads * blocks:
         row, head, start = item // (heads * blocks), item // blocks % heads, item % blocks * PANELS * PANEL
@@ -112,7 +112,7 @@ def attend_exact(counter, q, k, v, visible, scale, softcap, out, lse):
                     keys_tile, queries[p], head_dim, first, group, behind, key, visible[row], softcap, marks,
                     scores,
                 )  # fmt: skip
-                update_softmax(scores, KEYS, LOG2_E, row_max[p], row_sum[p], marks, peak)
+                update_softmax(scores, KEYS, LOG2_E, row_max[p], row_sum[p], marks, nothing)
                 multiply(
                     values_tile, 1, head_dim + PADDING, scores, KEYS, KEYS, totals[p], head_dim, marks, False
                 )

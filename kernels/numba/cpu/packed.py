@@ -49,6 +49,7 @@ from .page import (
 )
 from .simd import float32x8, helper, highest, load, maximum, splat, store, total
 from .softmax import LOG2_E, all_done, emit_exp2, floats, integers, serial, take_number
+from .tiles import fused
 
 UPPER_HALF = np.float32(2.0**-16)
 """Factor on the patterns that meet the upper halves of words of codes."""
@@ -153,9 +154,9 @@ def lay_out_queries(q, scale, keys, block, coded, raw, bias):
                 for channel in range(head_dim):
                     line[channel] = scale * query[channel]
             _write_pattern(line, np.float32(1), raw[bh, own], row)
-            product = np.float32(0)
+            product = 0.0
             for channel in range(head_dim):
-                product += line[channel] * mean[channel]
+                product += np.float64(line[channel]) * np.float64(mean[channel])
                 line[channel] *= scales[channel]
             bias[bh, own, row] = product
             for n in range(head_dim):
@@ -199,7 +200,7 @@ def _scale_scores(scores, steps, bias):
     for row in range(scores.shape[0]):
         own, shift = scores[row], splat(bias[row])
         for slot in range(0, SLOTS, 8):
-            store(own, slot, load(own, slot) * load(steps, slot) + shift)
+            store(own, slot, fused(load(own, slot), load(steps, slot), shift))
 
 
 @helper

@@ -54,7 +54,7 @@ def merge_parts(parts, row_max, row_sum, block, exponent, out, lse):
                     hadamard_run(line, 0, head_dim, block)
                     for channel in range(head_dim):
                         line[channel] *= factor * SIGNS[channel]
-            log = (new_max + np.float32(math.log2(whole))) / LOG2_E if whole != 0 else _MINUS_INFINITY
+            log = (new_max + math.log2(whole)) / np.float64(LOG2_E) if whole != 0 else _MINUS_INFINITY
             lse[bh // kv_heads, head, i // group] = log
 
 

@@ -99,7 +99,7 @@ def lay_out_panels(q, scale, keys, block, coded, raw):
         for i in range(panels * PANEL):
             panel, lane = i // PANEL, i % PANEL
             own_raw, own_coded = raw[bh, panel], coded[bh, panel]
-            product = _ZERO
+            product = 0.0
             for channel in range(head_dim):
                 line[channel] = 0
             if i < positions * group:
@@ -107,7 +107,7 @@ def lay_out_panels(q, scale, keys, block, coded, raw):
                 for channel in range(head_dim):
                     line[channel] = scale * query[channel]
                     own_raw[index_of(channel) * PANEL + lane] = line[channel]
-                    product += line[channel] * mean[channel]
+                    product += np.float64(line[channel]) * np.float64(mean[channel])
                     line[channel] *= scales[channel]
                 for n in range(head_dim):
                     rotated[n] = line[order[n]]
@@ -200,7 +200,7 @@ def _attend_range(
     """
     query_coded, query_raw, first_visible = queries
     rung, _, _, base = table
-    keys, values, scores, steps, by_slot, rescale, peak, square, records, codes_v, used = scratch
+    keys, values, scores, steps, by_slot, rescale, nothing, square, records, codes_v, used = scratch
     row_max, row_sum = result
     panels, head_dim = totals.shape[0], totals.shape[1] // PANEL
     oldest, hides = first_visible[0, 0], first_visible[panels - 1, PANEL - 1] > 0
@@ -246,7 +246,7 @@ def _attend_range(
             if hides:
                 _mask_window(scores, records, layout[POSITIONS], own_base, used, first_visible[panel])
             _keep(scores, panel * PANEL - first_saved, saved[quad], square)
-            update_softmax(scores, SLOTS, LOG2_E, row_max[rows], row_sum[rows], rescale, peak)
+            update_softmax(scores, SLOTS, LOG2_E, row_max[rows], row_sum[rows], rescale, nothing)
             multiply(
                 values, SLOTS + PADDING, 1, scores, SLOTS, SLOTS, totals[panel], head_dim, rescale, False
             )
@@ -275,7 +275,7 @@ def attend_rows(counter, queries, table, layouts, softcap, saved, first_saved, r
         np.empty(PAGE, np.float32),
         np.empty(PAGE, np.float32),
         np.empty(PANEL, np.float32),
-        np.empty(PANEL, np.float32),
+        np.empty(0, np.float32),
         np.empty(LANES * LANES, np.float32),
         np.empty(QUAD, np.int64),
         np.empty(QUAD, np.int64),

@@ -399,13 +399,13 @@ def _search_in_blocks(x, start, n, profile, blocks, decoded, largest, exponent, 
         return max((np.int64(word) + (float_of_half(word) < wanted) + 127) >> 7, 1)
     if exponent < -20:  # less than a 64th of the largest element, which is less than half of the least step
         return 0
-    squares = least = _ZERO
+    squares = min_square = _ZERO
     for block in range(blocks):
         size = _largest(x, start + block * each, each) * _power(7 - exponent)
         squares += size * size * (_BLOCK_GUESS[width_of_block(profile, block)] * _MORE_CHANNELS[n // 64])
         if block == 0:
-            least = squares * (_FIRST_DECODED if decoded else _FIRST)
-    guess = np.sqrt(max(squares, least))
+            min_square = squares * (_FIRST_DECODED if decoded else _FIRST)
+    guess = np.sqrt(max(squares, min_square))
     if decoded:
         guess *= _HIGHER_IN_BLOCKS
     near = np.int64(half_of(guess * _power(top - 13)))

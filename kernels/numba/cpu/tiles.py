@@ -77,6 +77,7 @@ _ZERO, _ONE, _TWO = np.float32(0), np.float32(1), np.float32(2)
 _TANH = tuple(map(np.float32, (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1)))
 _TANH_LAST, _TANH_SMALL = np.float32(-3.33332819422e-1), np.float32(0.625)
 _TANH_RATE, _TANH_LARGEST = np.float32(2 * math.log2(math.e)), np.float32(40)
+_TANH_IS_ONE = np.float32(10)
 
 
 @intrinsic
@@ -164,6 +165,13 @@ def multiply(a, row_step, step, b, depth, chunk, c, rows, rescale, fresh):
 
 
 @helper
+def _one_less_tanh(x):
+    """1 - tanh |x|, small numbers as exact as others."""
+    growth = exp2(minimum(splat(_TANH_LARGEST), magnitude(x)) * splat(_TANH_RATE))
+    return splat(_TWO) / (growth + splat(_ONE))
+
+
+@helper
 def _tanh(x):
     square = x * x
     polynomial = splat(_TANH[0])
@@ -171,8 +179,8 @@ def _tanh(x):
         polynomial = fused(polynomial, square, splat(coefficient))
     polynomial = fused(polynomial, square, splat(_TANH_LAST))
     small = fused(polynomial * square, x, x)
-    growth = exp2(minimum(splat(_TANH_LARGEST), x) * splat(_TANH_RATE))
-    large = splat(_ONE) - splat(_TWO) / (growth + splat(_ONE))
+    large = splat(_ONE) - _one_less_tanh(x)
+    large = where(splat(_ZERO) > x, splat(_ZERO) - large, large)
     return where(magnitude(x) > splat(_TANH_SMALL), large, small)
 
 
@@ -181,6 +189,20 @@ def cap(scores, keys, rate, softcap):
     """scores = softcap * tanh(rate * scores)."""
     for i in range(0, keys * PANEL, LANES):
         store(scores, i, splat(softcap) * _tanh(splat(rate) * load(scores, i)))
+
+
+@helper
+def cap_and_bend(scores, keys, rate, softcap, bends):
+    """Do what `cap` does; bends = 1 - tanh(rate * scores)^2, what a capped score grows by when a score does.
+
+    A capped score near softcap does not hold this difference any more. Where a tanh is 1 in float32 it is 0.
+    """
+    for i in range(0, keys * PANEL, LANES):
+        x = splat(rate) * load(scores, i)
+        less = _one_less_tanh(x)
+        bend = less * (splat(_TWO) - less)
+        store(bends, i, where(magnitude(x) > splat(_TANH_IS_ONE), splat(_ZERO), bend))
+        store(scores, i, splat(softcap) * _tanh(x))
 
 
 @helper
@@ -199,7 +221,7 @@ def update_softmax(scores, keys, scale_log2, row_max, row_sum, rescale, peak):
     """Turn scores into weights exp2(scale_log2 * score - row_max), raise row_max; older sums times `rescale`.
 
     row_max is a rounded product with scale_log2: all that is relative to it is relative to one number.
-    keys is a multiple of 4. peak (PANEL,) is the largest weight of each row.
+    keys is a multiple of 4. peak (PANEL,), if not empty, receives the largest weight of each row.
     """
     for lane in range(0, PANEL, LANES):
         best = load(scores, lane)
@@ -208,7 +230,8 @@ def update_softmax(scores, keys, scale_log2, row_max, row_sum, rescale, peak):
         before = load(row_max, lane)
         new_max = maximum(best * splat(scale_log2), before)
         below = splat(_ZERO) - new_max
-        store(peak, lane, exp2(fused(best, splat(scale_log2), below)))
+        if peak.size:
+            store(peak, lane, exp2(fused(best, splat(scale_log2), below)))
         lost = exp2(before - new_max)
         total = load(row_sum, lane) * lost
         for first in range(0, keys, 4):

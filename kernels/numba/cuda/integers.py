@@ -49,7 +49,7 @@ else:
 first_dot, second_dot = _dot(0), _dot(1)
 """total + the two numbers of `pair`, signed 16 bits each, times bytes 0 and 1, or 2 and 3, of `codes`."""
 
-MOST = 16383
+MAX_FIXED_POINT = 16383
 """Largest h: that of an even integer of 16 bits."""
 
 MAGIC = float32(1.5 * 2**23)
@@ -87,10 +87,10 @@ def pair_of(a, b):
 def unit_of(magnitude):
     """Return the unit in which h count numbers up to the one with these bits, and 1 / unit; without dividing.
 
-    Between the powers of 2 around that number, 2**e and 2**(e + 1), unit is 2**(e + 1) / MOST. If there is a
-    NaN or an infinity among the numbers, it is NaN, as h cannot be.
+    Between the powers of 2 around that number, 2**e and 2**(e + 1), unit is 2**(e + 1) / MAX_FIXED_POINT. If
+    there is a NaN or an infinity among the numbers, it is NaN, as h cannot be.
     """
     power = (magnitude & uint32(0x7F800000)) - uint32(127 << 23)
-    unit = uint32(float32(2 / MOST).view(uint32) + power).view(float32)
-    inverse = uint32(float32(MOST / 2).view(uint32) - power).view(float32)
+    unit = uint32(float32(2 / MAX_FIXED_POINT).view(uint32) + power).view(float32)
+    inverse = uint32(float32(MAX_FIXED_POINT / 2).view(uint32) - power).view(float32)
     return unit + float32(0) * magnitude.view(float32), inverse

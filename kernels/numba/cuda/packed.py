@@ -206,7 +206,7 @@ def attend_pages(
                 quad = int32(quad + parts)
                 entry = 4 * int64(quad)
                 rung_here = int64(rung[entry])
-                width_k, width_v, k_steps, v_codes, v_steps, positions, record = widths_of(
+                width_k, width_v, k_step_sizes, v_codes, v_step_sizes, positions, record = widths_of(
                     bits_k, bits_v, rung_here
                 )
                 if both_rounds and (width_v == 0) != (values_are_raw == 1):
@@ -246,8 +246,8 @@ def attend_pages(
                     page_at[own_pages + uint32(u)] = number
                 at = pool + 4 * int64(number)
                 # Steps are asked for now; raw tiles have none.
-                k_step = memory[at + k_steps + (g >> 1)] if width_k else uint32(0)
-                v_step = memory[at + v_steps + (g >> 1)] if width_v else uint32(0)
+                k_step = memory[at + k_step_sizes + (g >> 1)] if width_k else uint32(0)
+                v_step = memory[at + v_step_sizes + (g >> 1)] if width_v else uint32(0)
                 pool += lane
                 cuda.syncwarp()  # where the pages are is known
 

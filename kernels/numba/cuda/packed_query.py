@@ -9,7 +9,7 @@ import math
 import numpy as np
 from numba import cuda
 
-from .integers import MOST, PIECE, SMALLEST, nearest, pair_of, pieces_of
+from .integers import MAX_FIXED_POINT, PIECE, SMALLEST, nearest, pair_of, pieces_of
 from .packed_raw import place_of
 from .page import BLOCKS, device, from_float16, power_of_two, widened
 
@@ -138,13 +138,13 @@ def make_queries(head_dim, dtype, rows, widths, in_blocks):
                 mean_sum += exchange[uint32(own + i)]
                 largest = max_number(largest, exchange[uint32(own + 32 + i)])
             if lane == 0:
-                terms[row], terms[rows + row] = mean_sum, largest / float32(MOST)
+                terms[row], terms[rows + row] = mean_sum, largest / float32(MAX_FIXED_POINT)
                 if in_blocks:
                     power = power_of_two(int32(exponent[frame_at // head_dim * 2]))
                     terms[row] *= power
                     terms[rows + row] *= power
             cuda.syncwarp()  # they are read before others come
-            bring_pairs(x, row, lane, pairs, sums_of_h, exchange, own, float32(MOST) / largest)
+            bring_pairs(x, row, lane, pairs, sums_of_h, exchange, own, float32(MAX_FIXED_POINT) / largest)
 
     return bring_row
 

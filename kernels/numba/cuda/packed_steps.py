@@ -203,11 +203,11 @@ def make_widths(head_dim, dtype, widths_k, widths_v, profiles):
     def widths_of(bits_k, bits_v, rung):
         width_k = (bits_k >> (4 * rung)) & 15 if only_k < 0 else only_k
         width_v = (bits_v >> (4 * rung)) & 15 if only_v < 0 else only_v
-        k_steps = k_words(width_k)
-        v_codes = k_steps + (4 if width_k else 0)
-        v_steps = v_codes + side_words(width_v)
-        positions = v_steps + (4 if width_v else 0)
-        return width_k, width_v, k_steps, v_codes, v_steps, positions, positions + 12
+        k_step_sizes = k_words(width_k)
+        v_codes = k_step_sizes + (4 if width_k else 0)
+        v_step_sizes = v_codes + side_words(width_v)
+        positions = v_step_sizes + (4 if width_v else 0)
+        return width_k, width_v, k_step_sizes, v_codes, v_step_sizes, positions, positions + 12
 
     return widths_of
 

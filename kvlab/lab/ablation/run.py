@@ -82,15 +82,15 @@ def run(case: AblationCase, progress: Tick = lambda done, total: None) -> dict[s
     ('ok', True)
     """
     start = time.perf_counter()
-    least = feasible_budget(case)
+    smallest = feasible_budget(case)
     result: dict[str, Any] = {
         "schema": SCHEMA,
         "experiment": case.name,
-        "status": "ok" if least <= case.budget else "infeasible",
+        "status": "ok" if smallest <= case.budget else "infeasible",
         "config": case.to_dict(),
         **dict.fromkeys(("memory", "quality", "performance", "compression")),
-        "smallest_feasible_budget": least,
-        "reason": None if least <= case.budget else "the smallest width takes more than the budget",
+        "smallest_feasible_budget": smallest,
+        "reason": None if smallest <= case.budget else "the smallest width takes more than the budget",
     }
     backend = None
     if result["status"] == "ok":

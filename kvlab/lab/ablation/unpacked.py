@@ -87,11 +87,11 @@ def _widened(bits: int) -> int:
 
 def _unpack_pool(source: Bytes, layout: PageLayout, wide: PageLayout) -> Bytes:
     pool = new_pool(len(source), wide)
-    pool[:, wide.k_steps : wide.v_codes] = source[:, layout.k_steps : layout.v_codes]
-    pool[:, wide.v_steps :] = source[:, layout.v_steps :]
+    pool[:, wide.k_step_sizes : wide.v_codes] = source[:, layout.k_step_sizes : layout.v_codes]
+    pool[:, wide.v_step_sizes :] = source[:, layout.v_step_sizes :]
     for side, bits, start, end in (
-        ("k", layout.blocks[0], (layout.k_codes, layout.k_steps), (wide.k_codes, wide.k_steps)),
-        ("v", layout.bits_v, (layout.v_codes, layout.v_steps), (wide.v_codes, wide.v_steps)),
+        ("k", layout.blocks[0], (layout.k_codes, layout.k_step_sizes), (wide.k_codes, wide.k_step_sizes)),
+        ("v", layout.bits_v, (layout.v_codes, layout.v_step_sizes), (wide.v_codes, wide.v_step_sizes)),
     ):
         if bits in (8, 16):
             pool[:, slice(*end)] = source[:, slice(*start)]

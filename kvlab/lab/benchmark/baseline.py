@@ -81,15 +81,15 @@ def against_copy(
             numpy_seconds = time_in_turns({"numpy": numpy_call}, repeats=repeats, warm_up=1)["numpy"].median
     finally:
         numba.set_num_threads(before)
-    taken = timings["call"]
+    timing = timings["call"]
     return {
-        "ms": 1e3 * taken.median,
-        "p5_ms": 1e3 * taken.percentile(5),
-        "p95_ms": 1e3 * taken.percentile(95),
-        "gb_per_s": nbytes / taken.median / 1e9,
+        "ms": 1e3 * timing.median,
+        "p5_ms": 1e3 * timing.percentile(5),
+        "p95_ms": 1e3 * timing.percentile(95),
+        "gb_per_s": nbytes / timing.median / 1e9,
         "copy_gb_per_s": nbytes / timings["copy"].median / 1e9,
-        "of_copy": taken.ratio_to(timings["copy"]),
-        "times_numpy": None if numpy_seconds is None else numpy_seconds / numpy_part / taken.median,
+        "of_copy": timing.ratio_to(timings["copy"]),
+        "times_numpy": None if numpy_seconds is None else numpy_seconds / numpy_part / timing.median,
     }
 
 

@@ -141,12 +141,12 @@ class _Timer:
     Parameters
     ----------
     device : str
-    least : float
+    min_seconds : float
         Seconds that a loop takes at least.
     """
 
-    def __init__(self, device: str, least: float) -> None:
-        self.device, self.least = device, least
+    def __init__(self, device: str, min_seconds: float) -> None:
+        self.device, self.min_seconds = device, min_seconds
         self._times: dict[str, int] = {}  # calls of a loop
 
     def seconds(self, name: str, contestant: Contestant) -> tuple[float, float]:
@@ -165,9 +165,9 @@ class _Timer:
             host = time.perf_counter() - start
             self._wait()
             seconds, host = largest([time.perf_counter() - start, host], self.device)
-            if seconds >= 0.8 * self.least:
+            if seconds >= 0.8 * self.min_seconds:
                 return seconds / times, host / times
-            self._times[name] = max(2 * times, int(1.2 * self.least / seconds * times))
+            self._times[name] = max(2 * times, int(1.2 * self.min_seconds / seconds * times))
 
     def device_seconds(self, call: Callable[[], Any], host: float, times: int = 8) -> float:
         """Seconds of a call on the device, for which the host takes so many."""
@@ -183,9 +183,9 @@ class _Timer:
             torch.cuda.synchronize()
 
 
-def _measure(case: Case, repeats: int, least: float) -> dict[str, float]:
+def _measure(case: Case, repeats: int, min_seconds: float) -> dict[str, float]:
     """Median milliseconds by name, efficiencies, and how much of the gathers is hidden."""
-    calls, rounds, timer = case.calls(), [], _Timer(case.device, least)
+    calls, rounds, timer = case.calls(), [], _Timer(case.device, min_seconds)
     for contestant in calls.values():
         with contestant.context():
             contestant.call()

@@ -34,14 +34,14 @@ def _against_copy(call: Callable[[], object], nbytes: int, options: Options) -> 
     source = torch.empty(half, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     timings = time_on_device({"call": call, "copy": lambda: target.copy_(source)}, options.repeats)
-    taken, copied = timings["call"], timings["copy"]
+    timing, copied = timings["call"], timings["copy"]
     return {
-        "us": 1e6 * taken.median,
-        "p5_us": 1e6 * taken.percentile(5),
-        "p95_us": 1e6 * taken.percentile(95),
-        "gb_per_s": nbytes / taken.median / 1e9,
+        "us": 1e6 * timing.median,
+        "p5_us": 1e6 * timing.percentile(5),
+        "p95_us": 1e6 * timing.percentile(95),
+        "gb_per_s": nbytes / timing.median / 1e9,
         "copy_gb_per_s": 2 * half / copied.median / 1e9,
-        "of_copy": taken.ratio_to(copied) * nbytes / (2 * half),
+        "of_copy": timing.ratio_to(copied) * nbytes / (2 * half),
     }
 
 

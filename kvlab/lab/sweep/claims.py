@@ -111,8 +111,8 @@ def _end_to_end(files: Sequence[Mapping[str, Any]]) -> Row:
     found = [
         float(case["ms_median"])
         for file in files
-        if file.get("layers") == 32
-        for case in file.get("cases", ())
+        if file.get("layers", file.get("provenance", {}).get("settings", {}).get("layers")) == 32
+        for case in file.get("cases", file.get("rows", ()))
         if (case.get("cache"), case.get("batch"), case.get("tokens")) == ("graph", 1, 2048)
     ]
     if not found:

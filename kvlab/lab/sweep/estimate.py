@@ -83,8 +83,8 @@ def estimate(cases: Sequence[AblationCase]) -> Cost:
     (2, 1, 0)
     """
     of_case = {case: replace(case, budget=1.0, use_packing=True) for case in cases}
-    least = {key: feasible_budget(key) for key in dict.fromkeys(of_case.values())}
-    feasible = [case for case in cases if least[of_case[case]] <= case.budget]
+    smallest = {key: feasible_budget(key) for key in dict.fromkeys(of_case.values())}
+    feasible = [case for case in cases if smallest[of_case[case]] <= case.budget]
     groups: list[Group] = []
     split = 0
     for numbers in in_groups(feasible, range(len(feasible))):

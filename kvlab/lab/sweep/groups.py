@@ -22,7 +22,7 @@ GPU_CHUNK_S, GPU_DENSE_CHUNK_S, GPU_ELEMENTS_PER_S = 0.037 / 30, 0.018 / 30, 1.5
 """Seconds of a chunk are for each layer of a model."""
 
 
-def in_groups(cases: Sequence[AblationCase], numbers: Sequence[int], least: int = 1) -> list[list[int]]:
+def in_groups(cases: Sequence[AblationCase], numbers: Sequence[int], min_groups: int = 1) -> list[list[int]]:
     """Return numbers of cases in groups, the costliest first.
 
     Parameters
@@ -31,7 +31,7 @@ def in_groups(cases: Sequence[AblationCase], numbers: Sequence[int], least: int 
         Of a sweep.
     numbers : sequence of int
         Those to be grouped.
-    least : int
+    min_groups : int
         Groups that there should be at least, so that as many workers have something to do.
 
     Examples
@@ -63,7 +63,7 @@ def in_groups(cases: Sequence[AblationCase], numbers: Sequence[int], least: int 
     heap = [(priority(group), group) for group in groups if len(group) > 1]
     groups = [group for group in groups if len(group) == 1]
     heapq.heapify(heap)
-    while heap and len(heap) + len(groups) < least:
+    while heap and len(heap) + len(groups) < min_groups:
         _, large = heapq.heappop(heap)
         for half in (large[: len(large) // 2], large[len(large) // 2 :]):
             if len(half) == 1:

@@ -52,13 +52,13 @@ def keys_of(call: GroupedCall, arrays: GroupedArrays) -> tuple[NDArray[Any], NDA
         return k, v
     table = to_numpy_view(arrays.segments, "segment_table").astype(np.int64)
     lengths = np.diff(to_numpy_view(arrays.cu_k, "cu_seqlens_k").astype(np.int64))
-    most = table.shape[1] * call.segment_len
-    if (lengths < 0).any() or (lengths > most).any():
+    max_keys = table.shape[1] * call.segment_len
+    if (lengths < 0).any() or (lengths > max_keys).any():
         raise ValueError(
-            f"cu_seqlens_k says that sequences have {lengths.tolist()} keys: they may have 0 up to {most}, "
-            "those of the segments in a row of segment_table"
+            f"cu_seqlens_k says that sequences have {lengths.tolist()} keys: they may have 0 up to "
+            f"{max_keys}, those of the segments in a row of segment_table"
         )
-    rows = (table[:, :, None] * call.segment_len + np.arange(call.segment_len)).reshape(len(table), most)
+    rows = (table[:, :, None] * call.segment_len + np.arange(call.segment_len)).reshape(len(table), max_keys)
     own = np.concatenate([np.zeros(0, np.int64), *(row[:n] for row, n in zip(rows, lengths, strict=True))])
     if len(own) and not 0 <= own.min() <= own.max() < len(k):
         raise ValueError(

@@ -47,8 +47,8 @@ def _layout_table(layouts: tuple[PageLayout, ...], dtype: str, rows: int) -> NDA
         k, v = (_kind(bits, dtype) for bits in (layout.bits_k, layout.bits_v))
         row[cpu_page.RECORD] = layout.nbytes
         row[cpu_page.V_CODES] = layout.v_codes
-        row[cpu_page.K_STEPS] = layout.k_steps if layout.bits_k != 16 else -1
-        row[cpu_page.V_STEPS] = layout.v_steps if layout.bits_v != 16 else -1
+        row[cpu_page.K_STEPS] = layout.k_step_sizes if layout.bits_k != 16 else -1
+        row[cpu_page.V_STEPS] = layout.v_step_sizes if layout.bits_v != 16 else -1
         row[cpu_page.POSITIONS] = layout.positions
         if rows:
             functions = cpu_fragments.key_product(k, rows), cpu_fragments.value_product(v, rows)
@@ -125,10 +125,10 @@ class _CpuCall(NamedTuple):
             num_bh, *shape
         )
 
-    def splits(self, items: int, most: int, quads_each: int) -> int:
-        """Into how many ranges to cut the quads of a row, so that there are about `most` items of work."""
+    def splits(self, items: int, max_items: int, quads_each: int) -> int:
+        """Into how many ranges to cut the quads of a row, so that there are about `max_items` of work."""
         used = int(self.table[3].max(initial=0)) // QUAD  # the table of a loaded cache is shorter
-        return max(1, min(-(-most // max(items, 1)), used // quads_each))
+        return max(1, min(-(-max_items // max(items, 1)), used // quads_each))
 
 
 def attend(
@@ -212,7 +212,7 @@ def _attend_few_rows(call: _CpuCall, pages: Pages, num_bh: int, query_rows: int)
         np.empty((num_bh, blocks, rows), np.float32),
         call.first_visible_of_rows(num_bh, blocks, rows),
     )
-    unit = np.float32(call.scale if call.softcap else call.scale * kernels.LOG2_E)
+    unit = np.float32(call.scale if call.softcap else call.scale * float(kernels.LOG2_E))
     kernels.lay_out_queries(call.queries, unit, call.keys, call.block, coded, raw, bias)
     splits = call.splits(num_bh * blocks, _ITEMS, _QUADS_PER_ITEM)
     parts = np.empty((2, num_bh, blocks, splits, rows, head_dim), np.float32)

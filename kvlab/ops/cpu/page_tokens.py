@@ -40,8 +40,8 @@ def side_formats(layout: PageLayout, dtype: str) -> tuple[tuple[Any, NDArray[np.
     kind = {"float16": FLOAT16, "bfloat16": BFLOAT16, "float32": FLOAT32}[dtype]
     sides = []
     for side, width, codes, steps in (
-        ("k", layout.bits_k, layout.k_codes, layout.k_steps),
-        ("v", layout.bits_v, layout.v_codes, layout.v_steps),
+        ("k", layout.bits_k, layout.k_codes, layout.k_step_sizes),
+        ("v", layout.bits_v, layout.v_codes, layout.v_step_sizes),
     ):
         if isinstance(width, tuple):
             bits, guess = width_number(width), np.float32(0)
@@ -96,13 +96,17 @@ def prepared_frames(
     from kvlab.numba_kernels.cpu.steps import Frames, prepare_frames
 
     mean = k_mean.astype(np.float32, order="C").reshape(-1, k_mean.shape[-1])
-    sums, most, powers = np.empty(mean.size, np.float32), np.empty(len(mean), np.float32), np.empty_like(mean)
+    sums, largest, powers = (
+        np.empty(mean.size, np.float32),
+        np.empty(len(mean), np.float32),
+        np.empty_like(mean),
+    )
     down = np.ones((len(mean), 2), np.float32)
     if exponent is not None:
         down[...] = np.ldexp(down, -exponent.reshape(-1, 2).astype(np.int32))
     order = np.empty(0, np.uint8) if k_order is None else placed_channels(k_order).reshape(-1)
     gain = np.empty(0, np.float32) if k_gain is None else np.ascontiguousarray(k_gain).reshape(-1)
-    frames = Frames(sums, most, powers.reshape(-1), np.empty(len(mean), np.bool_), down, order, gain)
+    frames = Frames(sums, largest, powers.reshape(-1), np.empty(len(mean), np.bool_), down, order, gain)
     prepare_frames(mean, of_channels(k_shift).reshape(mean.shape), frames)
     return frames
 

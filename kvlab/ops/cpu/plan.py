@@ -27,8 +27,8 @@ class Workspace:
 
     shape: PlanShape
     layers: int
-    most_new_pages: int
-    most_dropped: int
+    max_new_pages: int
+    max_dropped: int
     moves: list[Any] = field(default_factory=list)
     copies: list[Any] = field(default_factory=list)
     nbytes: int = 0
@@ -39,7 +39,7 @@ class Workspace:
 
     def max_groups(self, phase: int) -> int:
         """Most destination pages of a layer in a phase."""
-        return self.most_dropped * TOKENS_PER_PAGE if phase else self.most_new_pages
+        return self.max_dropped * TOKENS_PER_PAGE if phase else self.max_new_pages
 
 
 def launch_plan(
@@ -66,7 +66,7 @@ def launch_plan(
             new = NewTokens(array_at(codes, (batch * heads, num_new), "uint8"), mask, at)
             rules = Rules(
                 heads, int(layer.evicts), layer.slab // UNIT, workspace.shape.segments, seqlen, sink, recent,
-                lookahead, by_position, fixed_nbytes, workspace.most_new_pages, window, floor,
+                lookahead, by_position, fixed_nbytes, workspace.max_new_pages, window, floor,
                 first_seen(seqlen, reach_of(layer.sliding_window, rewind)),
             )  # fmt: skip
             tables, status = layer.planned, 0

@@ -95,10 +95,10 @@ def _refit_codes(codes: Ints, width: int, further: Ints) -> Ints:
     """Return the codes of a block, (..., channels): see `kvlab.reference.blocks.refit_codes`."""
     size = len(further) & -len(further)
     further = further.reshape(-1, size)
-    most = further.max(-1, keepdims=True)
+    max_further = further.max(-1, keepdims=True)
     x = _butterflies((2 * codes + 1 - (1 << width)).reshape(*codes.shape[:-1], -1, size))
-    x = _butterflies(x << (most - further))
-    cells = x + (size << width + most) >> size.bit_length() + most
+    x = _butterflies(x << (max_further - further))
+    cells = x + (size << width + max_further) >> size.bit_length() + max_further
     new: Ints = np.clip(cells, 0, (1 << width) - 1).reshape(codes.shape)
     return new
 

@@ -152,11 +152,11 @@ def _freeze_head(layer: HostLayer, at: tuple[int, int], k: Any, v: Any) -> None:
         layer.tables[name][at] = value
 
 
-def _fill(merged: MergedTokens, row: int, new: NewRow, held: list[Any], taken: bool) -> None:
+def _fill(merged: MergedTokens, row: int, new: NewRow, held: list[Any], is_stored: bool) -> None:
     """Say which tokens of a row the plan takes in, and copy those that have waited."""
     before, heads = merged.before, len(new.codes)
     merged.valid[row] = 0
-    merged.valid[row, before:] = new.valid & taken
+    merged.valid[row, before:] = new.valid & is_stored
     if not before:
         return
     merged.positions[row, :before] = 0

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from kvlab.device import compute_capability
 from kvlab.jit.build import arch_of, build
 from kvlab.jit.launch import Kernel, PreparedLaunch, PreparedLaunches, load
-from kvlab.jit.structs import ADDRESS, TENSOR, Struct, places_of
+from kvlab.jit.structs import ADDRESS, TENSOR, Struct, addresses_of
 from kvlab.ops.array_kinds import allocator, stream_of
 from kvlab.ops.attention_arguments import (
     can_be_mapped,
@@ -176,7 +176,7 @@ class _PortableAttention:
             )  # fmt: skip
             blocks, self._lists = builder.capacity, TileLists(builder, variable, call.kinds[0])
         launch = PreparedLaunch(plan.kernel, (blocks,), (plan.threads,), argument, plan.shared_bytes)
-        self._launches = PreparedLaunches([launch], places_of(argument, _ADDRESS_WORDS))
+        self._launches = PreparedLaunches([launch], addresses_of(argument, _ADDRESS_WORDS))
         self._lock = Lock()
 
     def launch(self, addresses: Sequence[int], out: int, lse: int, stream: int) -> None:

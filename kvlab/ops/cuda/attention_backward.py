@@ -23,7 +23,7 @@ from kvlab.arrays import CudaView
 from kvlab.device import compute_capability
 from kvlab.jit.build import arch_of, build
 from kvlab.jit.launch import Kernel, PreparedLaunch, PreparedLaunches, load
-from kvlab.jit.structs import ADDRESS, TENSOR, Struct, places_of, words_of
+from kvlab.jit.structs import ADDRESS, TENSOR, Struct, addresses_of, words_of
 from kvlab.ops.array_kinds import allocator, stream_of
 from kvlab.ops.attention_arguments import (
     MAP_WORDS,
@@ -253,8 +253,8 @@ class _Prepared:
             PreparedLaunch(plan.postprocess, *around),
         )
         words = _ADDRESS_WORDS if call.longest is not None else _ADDRESS_WORDS[:-2]
-        places = [*places_of(argument, self._maps.begins), *places_of(of_call, words)]
-        self._launches = PreparedLaunches(launches, places)
+        written = [*addresses_of(argument, self._maps.begins), *addresses_of(of_call, words)]
+        self._launches = PreparedLaunches(launches, written)
 
     def backward(self, addresses: Sequence[int]) -> tuple[Any, Any, Any]:
         """Return new gradients; `addresses` as in `attend_backward`."""

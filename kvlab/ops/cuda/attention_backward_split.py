@@ -74,13 +74,13 @@ def num_sections(
     if not causal and not deterministic:
         return 1
     of_block = _TILES_OF_BLOCK_IN_ORDER if deterministic else _TILES_OF_BLOCK
-    least = math.ceil(of_block * blocks / max(1, tiles))
-    most = max(1, num_bh // max(_BH_OF_SECTION[head_dim], least))
+    min_bh = math.ceil(of_block * blocks / max(1, tiles))
+    max_sections = max(1, num_bh // max(_BH_OF_SECTION[head_dim], min_bh))
     if not deterministic:
-        return most
+        return max_sections
     bytes_of_run = 8 * group * _ROWS_OF_RUN[head_dim] * head_dim  # Q, dout, and dq in float32
     fit = min(_RUN_BYTES // bytes_of_run, blocks // _BLOCKS_OF_PAIR)
-    return min(most, math.ceil(num_bh / max(1, fit)))
+    return min(max_sections, math.ceil(num_bh / max(1, fit)))
 
 
 def steps_of(
@@ -128,13 +128,13 @@ def divide(
     """
     falling, copies = sorted(steps, reverse=True), heads * sequences
     resident = max(1, _RESIDENT[blocks] * multiprocessors // _MEASURED_ON)
-    best, least = 1, _time(falling, copies, 1, resident)
+    best, best_time = 1, _time(falling, copies, 1, resident)
     for cluster, measured in _RESIDENT.items():
         held = measured * multiprocessors // _MEASURED_ON
         if blocks < cluster <= largest and held:
             time = _time(falling, copies, cluster // blocks, held)
-            if time < _GAIN * least:
-                best, least = cluster // blocks, time
+            if time < _GAIN * best_time:
+                best, best_time = cluster // blocks, time
     return best
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from kvlab.arrays import CudaView
 from kvlab.jit.build import build
 from kvlab.jit.launch import PreparedLaunch, PreparedLaunches, load
-from kvlab.jit.structs import ADDRESS, Struct, places_of, words_of
+from kvlab.jit.structs import ADDRESS, Struct, addresses_of, words_of
 from kvlab.ops.attention_arguments import (
     MAP_WORDS,
     TensorMaps,
@@ -134,7 +134,7 @@ class HopperAttention:
         bytes_of_block = shared_bytes(head_dim, block_n, groups, q_slots)
         of_kernel = kernel, (blocks,), (128 + 128 * groups,), argument, bytes_of_block
         self._launches, self._behind_list = (
-            PreparedLaunches([PreparedLaunch(*of_kernel, early=early)], places_of(argument, words))
+            PreparedLaunches([PreparedLaunch(*of_kernel, early=early)], addresses_of(argument, words))
             for early in (False, True)
         )
         self._lock = Lock()

@@ -117,7 +117,7 @@ def _prepare(kinds: tuple[Kind, ...], runs: Runs, scale: float | None) -> _Prepa
         and all(map(can_be_mapped, views))
         and not is_capped(scores_of(views[0].shape[-1], (True, scale, -1, -1, 0.0)))
         and not (runs.lengths % BOXES[-1]).any()
-        and runs.places[..., 1].max(initial=OWN) < _MAX_RANKS
+        and runs.sources[..., 1].max(initial=OWN) < _MAX_RANKS
     )
     return _Prepared(kinds, views, runs, scale) if suits else None
 
@@ -165,10 +165,10 @@ class _Prepared:
         groups = len(runs.counts)
         # Of K its own maps, long boxes first, and those of the keys that come; then those of V.
         behind = [MAX_GROUPS + n for n in (0, 1, 2, 6, 7, 8, 3, 4, 5, 9, 10, 11)]
-        places = [*range(groups), *behind, _NUM_MAPS - 1]
+        indices = [*range(groups), *behind, _NUM_MAPS - 1]
         self._groups, self._heads_kv = groups, heads_kv
         self._maps = TensorMaps(
-            self._words, *[of_q] * groups, *of_keys, encoder_of(out, positions, pack), places=places
+            self._words, *[of_q] * groups, *of_keys, encoder_of(out, positions, pack), indices=indices
         )
         macros = {"HEAD_DIM": head_dim, "BLOCK_N": block_n, "GROUPS": entries, "Q_SLOTS": q_slots}
         macros |= {"BF16": int(q.dtype == "bfloat16"), "SOFTCAP": 0, "QUERY_GROUPS": MAX_GROUPS}

@@ -20,7 +20,7 @@ import numpy as np
 from kvlab.arrays import CudaView
 from kvlab.jit.build import build
 from kvlab.jit.launch import PreparedLaunch, PreparedLaunches, cuda_kernel, load
-from kvlab.jit.structs import ADDRESS, Struct, places_of, words_of
+from kvlab.jit.structs import ADDRESS, Struct, addresses_of, words_of
 from kvlab.ops.array_kinds import allocator, splitter, stream_of
 from kvlab.ops.attention_arguments import (
     MAP_WORDS,
@@ -177,23 +177,23 @@ class ListedCall:
         of_head = sum((rows[g] + sequences * (tile - 1)) // tile for g in present)
         blocks = max(1, multiprocessors(device) - call.sm_margin)
         units = heads_kv * (group // pack)
-        tiles, fewest = of_head * units, -(-sum(rows) // tile) * units
-        may_split = head_dim <= SPLIT_DIM and tiles <= 2 * blocks and 2 * fewest < 3 * blocks
+        tiles, min_tiles = of_head * units, -(-sum(rows) // tile) * units
+        may_split = head_dim <= SPLIT_DIM and tiles <= 2 * blocks and 2 * min_tiles < 3 * blocks
         self.split_blocks = blocks if may_split else 0
-        pairs, bytes_of_keys = sequences * heads_kv, 4 * k.shape[0] * heads_kv * dim
-        self.sections = 1 if self.split_blocks else num_sections(pairs, bytes_of_keys, tiles, blocks)
-        is_large = bytes_of_keys > SECTION_BYTES * pairs and head_dim <= SPLIT_DIM
+        num_bh, bytes_of_keys = sequences * heads_kv, 4 * k.shape[0] * heads_kv * dim
+        self.sections = 1 if self.split_blocks else num_sections(num_bh, bytes_of_keys, tiles, blocks)
+        is_large = bytes_of_keys > SECTION_BYTES * num_bh and head_dim <= SPLIT_DIM
         self.last_tiles = LAST_TILES if is_large and not self.split_blocks else 0
-        most_parts = 2 * self.split_blocks + self.sections * self.last_tiles * LAST_PARTS
-        self.capacity = tiles + most_parts
+        max_parts = 2 * self.split_blocks + self.sections * self.last_tiles * LAST_PARTS
+        self.capacity = tiles + max_parts
         sizes = (
-            HEAD_BYTES + entries * ENTRY_BYTES * self.capacity, 4 * entries * most_parts, 4 * sequences,
+            HEAD_BYTES + entries * ENTRY_BYTES * self.capacity, 4 * entries * max_parts, 4 * sequences,
             4 * entries * of_head, 32 * tiles,
         )  # fmt: skip
         begins = np.cumsum([0, *(-(-size // 16) * 16 for size in sizes)]).tolist()
         *self._begins, self._parts_begin = begins  # of the list, arrivals, bases, order, tile_parts, parts
         kind = call.kinds[0]
-        bytes_of_parts = 4 * most_parts * entries * 128 * (head_dim // 2 + 4)
+        bytes_of_parts = 4 * max_parts * entries * 128 * (head_dim // 2 + 4)
         self._new_list = allocator(kind, ((begins[5] + bytes_of_parts,), "uint8"))
         total = (sum(rows), heads, dim)
         of_lse = ((heads, sum(rows)), "float32")
@@ -219,7 +219,7 @@ class ListedCall:
         make_list = cuda_kernel("attention/grouped_list", "make_grouped_list", (), device)
         self._make_list = PreparedLaunches(
             [PreparedLaunch(make_list, (self.sections,), (_LIST_THREADS,), list_argument)],
-            places_of(list_argument, of_list),
+            addresses_of(list_argument, of_list),
         )  # fmt: skip
 
         struct, num_maps = (_MERGING_CALL, _KEY_MAPS + 2) if merges else (_CALL, _KEY_MAPS + 3)
@@ -238,9 +238,9 @@ class ListedCall:
         for i, g in enumerate(present if merges else present[:1]):
             into, lse_head = out, sum(rows)
             if merges:
-                out_place, lse_place = (len(call.names) - at + g for at in (2 * count, count))
-                into, lse_head = call.views[out_place], call.views[lse_place].strides[0]
-                self._given += [out_place, lse_place]
+                out_index, lse_index = (len(call.names) - at + g for at in (2 * count, count))
+                into, lse_head = call.views[out_index], call.views[lse_index].strides[0]
+                self._given += [out_index, lse_index]
             strides = out_strides(f"into[0][{g}]", into) | {"lse_head": lse_head}
             for name, stride in strides.items():
                 of_result[name][i] = stride
@@ -254,8 +254,8 @@ class ListedCall:
         ]
         if not merges:
             encoders.append(encoder_of(out, positions, pack))
-        places = [*range(len(present)), *range(_KEY_MAPS, num_maps)]
-        self._maps = TensorMaps(words_of(argument), *encoders, places=places)
+        indices = [*range(len(present)), *range(_KEY_MAPS, num_maps)]
+        self._maps = TensorMaps(words_of(argument), *encoders, indices=indices)
         macros = {"HEAD_DIM": head_dim, "BLOCK_N": block_n, "GROUPS": entries, "Q_SLOTS": q_slots}
         macros |= {"BF16": int(first.dtype == "bfloat16"), "SOFTCAP": 0, "QUERY_GROUPS": MAX_GROUPS}
         macros |= {"MERGE": 1} if merges else {}
@@ -267,14 +267,14 @@ class ListedCall:
         names = ("parts", "arrivals", "list", "semaphore", *["segments"] * (call.segment_len is not None))
         words = [*self._maps.begins, *(first_word + struct.word(name) for name in names)]
         words += words_of_results
-        self._attend = PreparedLaunches([attend], places_of(argument, words))
+        self._attend = PreparedLaunches([attend], addresses_of(argument, words))
         self._lock = Lock()
 
     def __call__(self, addresses: Sequence[int]) -> tuple[list[Any], list[Any]]:
         """Launch on the current stream of the arrays' library, given their addresses."""
         stream = self._stream()
-        mapped = [addresses[place] for place in self._mapped]
-        given = [addresses[place] for place in self._given]
+        mapped = [addresses[index] for index in self._mapped]
+        given = [addresses[index] for index in self._given]
         if self._new:
             (out, *lse), (out_at, *lse_at) = self._new()
             mapped.append(out_at)
@@ -294,7 +294,7 @@ class ListedCall:
     def _launch_list(self, addresses: Sequence[int], stream: int) -> tuple[Any, int]:
         """Make a list on a stream, in new memory that begins with it and ends with the workspace of parts."""
         (made,), (at,) = self._new_list()
-        lengths = [addresses[place] for place in self._lengths]
+        lengths = [addresses[index] for index in self._lengths]
         self._make_list.write(stream, *lengths, *[at + begin for begin in self._begins])
         self._make_list.run()
         return made, at

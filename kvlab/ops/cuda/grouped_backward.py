@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvlab.jit.launch import PreparedLaunch, PreparedLaunches
-from kvlab.jit.structs import ADDRESS, TENSOR, Struct, places_of, words_of
+from kvlab.jit.structs import ADDRESS, TENSOR, Struct, addresses_of, words_of
 from kvlab.ops.array_kinds import Kind, allocator, splitter, stream_of, view_of
 from kvlab.ops.attention_arguments import (
     MAP_WORDS,
@@ -60,8 +60,8 @@ _GROUP = Struct(
 FEW_GROUPS = 2
 """Most groups of kernels with long steps."""
 _CALLS = {
-    most: Struct(**FIELDS, groups=(_GROUP, most), num_groups="i", sequences="i")
-    for most in (FEW_GROUPS, MAX_GROUPS)
+    max_groups: Struct(**FIELDS, groups=(_GROUP, max_groups), num_groups="i", sequences="i")
+    for max_groups in (FEW_GROUPS, MAX_GROUPS)
 }
 _CALL = _CALLS[MAX_GROUPS]
 _NEW_WORDS = [
@@ -172,9 +172,9 @@ class ListedCall:
             long_steps = long_steps and has_long_steps(fields["dim"], False, deterministic, lengths, fields)
         if long_steps:
             cluster_split = 1
-        self.long_steps, most = long_steps, FEW_GROUPS if long_steps else MAX_GROUPS
+        self.long_steps, max_groups = long_steps, FEW_GROUPS if long_steps else MAX_GROUPS
         plan = plan_of(
-            fields["dim"], first.dtype, False, True, True, cluster_split, deterministic, device, most,
+            fields["dim"], first.dtype, False, True, True, cluster_split, deterministic, device, max_groups,
             long_steps,
         )  # fmt: skip
         block_m = plan.box
@@ -195,7 +195,7 @@ class ListedCall:
         self._new_of_keys, self._new_workspace = allocator(kind, *new[1:3]), allocator(kind, new[3])
         self._stream, self._lock = stream_of(kind), Lock()
 
-        groups = np.zeros(most, _GROUP.dtype)
+        groups = np.zeros(max_groups, _GROUP.dtype)
         for i, (g, dout, out, lse) in enumerate(zip(present, douts, outs, lses, strict=True)):
             groups[i]["dout"]["strides"] = strides_of(f"douts[{g}]", dout)
             groups[i]["out"]["strides"] = strides_of(f"outs[{g}]", out)
@@ -211,15 +211,15 @@ class ListedCall:
             "float32_dk_dv": wide and first.dtype != "float32",
         }
         fields |= {"groups": groups, "num_groups": len(present), "sequences": sequences}
-        first_word = MAP_WORDS * (2 * most + 2)  # of q of each group, k, v, then dout of each
-        argument = np.zeros(first_word + _CALLS[most].size // 8, np.uint64)
-        argument[first_word:] = _CALLS[most].array(fields).view(np.uint64)
+        first_word = MAP_WORDS * (2 * max_groups + 2)  # of q of each group, k, v, then dout of each
+        argument = np.zeros(first_word + _CALLS[max_groups].size // 8, np.uint64)
+        argument[first_word:] = _CALLS[max_groups].array(fields).view(np.uint64)
         of_call = argument[first_word:]
         of_rows = [[encoder_of(x, plan.box) for x in arrays] for arrays in (q_groups, douts)]
         each = range(len(present))
         self._maps = TensorMaps(
             words_of(argument), *of_rows[0], encoder_of(k, plan.keys), encoder_of(v, plan.keys), *of_rows[1],
-            places=[*each, most, most + 1, *(most + 2 + i for i in each)],
+            indices=[*each, max_groups, max_groups + 1, *(max_groups + 2 + i for i in each)],
         )  # fmt: skip
 
         # Places of addresses: of the call q, k, v; cu_seqlens, prefixes; of the results dout, out, lse.
@@ -231,12 +231,12 @@ class ListedCall:
         of_groups = [at + _GROUP.word(name) for at in group_words for name in ("dout", "out", "lse")]
         of_groups += [at + _GROUP.word("cu_q") for at in group_words]
 
-        pairs, of_pair = sequences * k.shape[1], -(-longest_k // block_n)
+        num_bh, of_pair = sequences * k.shape[1], -(-longest_k // block_n)
         causal, persistent = call.scores.right == 0, cluster_split == 1
         sections = 1
         if persistent:
             blocks, group = multiprocessors(device), fields["group"]
-            sections = num_sections(pairs, of_pair, group, plan.head_dim, blocks, causal, deterministic)
+            sections = num_sections(num_bh, of_pair, group, plan.head_dim, blocks, causal, deterministic)
         max_rows = sum(-(-rows // block_m) * block_m for rows in longest)
         builder = ListBuilder(
             Tiling(1, block_n, block_m), (sequences, longest_k, max_rows), k.shape[0], k.shape[1], 1,
@@ -253,9 +253,9 @@ class ListedCall:
             PreparedLaunch(plan.main, (blocks,), (plan.threads,), argument, plan.shared_bytes),
             PreparedLaunch(plan.postprocess, *around),
         )
-        places = places_of(argument, self._maps.begins) + places_of(of_call, [*_NEW_WORDS, *of_groups])
+        written = addresses_of(argument, self._maps.begins) + addresses_of(of_call, [*_NEW_WORDS, *of_groups])
         self._launch_all, *self._launch_one = (
-            PreparedLaunches(some, places) for some in (launches, *([one] for one in launches))
+            PreparedLaunches(some, written) for some in (launches, *([one] for one in launches))
         )
 
     @staticmethod
@@ -305,9 +305,9 @@ class ListedCall:
         workspace: int,
     ) -> None:
         stream = self._stream()
-        cu_q = [addresses[place] for place in self._cu_q]
-        prefixes = [addresses[place] for place in self._prefixes]
-        mapped = [addresses[place] for place in self._mapped] + [results[place] for place in self._douts]
+        cu_q = [addresses[index] for index in self._cu_q]
+        prefixes = [addresses[index] for index in self._prefixes]
+        mapped = [addresses[index] for index in self._mapped] + [results[index] for index in self._douts]
         at, semaphore = 0, 0
         with self._lock:
             if launch in (self._launch_all, self._launch_one[1]):
@@ -315,7 +315,7 @@ class ListedCall:
                 _kept, at, semaphore, _ = self._lists.get(bounds, stream)
             launch.write(
                 stream, *self._maps.first_words(mapped), *gradients, *[workspace + x for x in self._offsets],
-                cu_q[0], addresses[-1], at, semaphore, *[results[place] for place in self._of_groups], *cu_q,
+                cu_q[0], addresses[-1], at, semaphore, *[results[index] for index in self._of_groups], *cu_q,
             )  # fmt: skip
             launch.run()
 

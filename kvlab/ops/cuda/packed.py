@@ -92,13 +92,13 @@ class Workspace:
 
 
 def make_workspace(
-    like: Any, pairs: int, query_rows: int, head_dim: int, semaphores: Any = None
+    like: Any, num_bh: int, query_rows: int, head_dim: int, semaphores: Any = None
 ) -> Workspace:
     """Allocate the workspace of calls with so many (row, KV head) pairs and query rows (seqlen_q * group).
 
     `semaphores` may be those of another workspace, whose calls do not overlap in time with these.
     """
-    sequences = pairs * -(-query_rows // _ROWS)
+    sequences = num_bh * -(-query_rows // _ROWS)
     blocks = multiprocessors(cuda_view(like, "q").device)
     if semaphores is None or len(semaphores) < sequences:
         semaphores = empty((max(sequences, 1),), "int32", like)
@@ -268,11 +268,11 @@ class AttendCall:
         batch, seqlen_q, heads, _ = q.shape
         kv_heads, entries = pages.rung.shape[1:]
         group, device = heads // kv_heads, cuda_view(q, "q").device
-        most = max_query_tokens(batch * kv_heads * entries, group, device)
-        if seqlen_q > most:
+        max_tokens = max_query_tokens(batch * kv_heads * entries, group, device)
+        if seqlen_q > max_tokens:
             raise NotImplementedError(
                 f"q has {seqlen_q} tokens; with room for {batch * kv_heads * entries} pages in the page "
-                f"table a call takes {most}: attend fewer query tokens or rows of the batch at a time"
+                f"table a call takes {max_tokens}: attend fewer query tokens or rows of the batch at a time"
             )
         rows, saved_bytes, saved = seqlen_q * group, 0, 0
         if scores is not None:
@@ -283,9 +283,9 @@ class AttendCall:
         plan = _plan(layouts, *traits)
         call = np.zeros(1, _CALL.dtype)
         unit = getattr(pages, "unit", 0)  # bytes that `index` counts, if it does not count pages
-        for place, layout, pool in zip(call["rungs"][0], layouts, pages.pools, strict=False):
-            place["pool"], place["record"] = cuda_view(pool, "pages.pools").pointer, unit or layout.nbytes
-            place["bits_k"], place["bits_v"] = width_number(layout.bits_k), layout.bits_v
+        for rung, layout, pool in zip(call["rungs"][0], layouts, pages.pools, strict=False):
+            rung["pool"], rung["record"] = cuda_view(pool, "pages.pools").pointer, unit or layout.nbytes
+            rung["bits_k"], rung["bits_v"] = width_number(layout.bits_k), layout.bits_v
         tables = _TABLES + (_TABLES_OF_BLOCKS if any(layout.in_blocks for layout in layouts) else ())
         arrays = {
             **{name: getattr(pages, name) for name in tables},

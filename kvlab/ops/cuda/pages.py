@@ -172,10 +172,10 @@ def write_tokens(
         own = 13 * head_dim + 2144 if in_blocks else 5 * head_dim + 2080
         each = -(-(own + TOKENS_PER_PAGE * row) // 128) * 128  # WarpSpace in pages/prefill.cu
         on_hopper = 28 if head_dim == 64 else 20
-        most = {9: on_hopper, 12: 12}.get(compute_capability(device)[0], 16)  # WARPS there
-        most = 8 if head_dim > 128 else most
+        max_warps = {9: on_hopper, 12: 12}.get(compute_capability(device)[0], 16)  # WARPS there
+        max_warps = 8 if head_dim > 128 else max_warps
         free = shared_memory_per_block(device) - kernel.resources.shared_bytes
-        warps = min(most, free // each)
+        warps = min(max_warps, free // each)
         grid = _grid(-(-groups // (4 * warps)), layers, multiprocessors(device))
         kernel(grid, (32 * warps,), (states, lists, new_tokens), warps * each, stream)
         return

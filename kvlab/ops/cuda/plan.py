@@ -38,7 +38,7 @@ _FIELDS = (
     "beyond_end", "head", "moves0", "moves1", "begins0", "begins1", "copies",
 )  # fmt: skip
 _NUMBERS = (
-    "segments", "chunks", "most_new_pages", "most_dropped",
+    "segments", "chunks", "max_new_pages", "max_dropped",
     "num_new", "first_position", "sink", "recent", "lookahead", "by_position", "window", "choice",
     "held", "cropped", "rewind",
 )  # fmt: skip
@@ -67,7 +67,7 @@ class Workspace:
     shape : PlanShape
     layers : int
         Most layers of a call.
-    most_new_pages, most_dropped : int
+    max_new_pages, max_dropped : int
         Most pages of a layer that a call may add and drop.
     memory, lists : uint8 arrays
         The memory, and the MoveList structs of both phases.
@@ -83,8 +83,8 @@ class Workspace:
 
     shape: PlanShape
     layers: int
-    most_new_pages: int
-    most_dropped: int
+    max_new_pages: int
+    max_dropped: int
     memory: Any
     lists: Any
     call: Any
@@ -104,19 +104,19 @@ class Workspace:
 
     def max_groups(self, phase: int) -> int:
         """Most destination pages of a layer in a phase."""
-        return self.most_dropped * _PAGE if phase else self.most_new_pages
+        return self.max_dropped * _PAGE if phase else self.max_new_pages
 
 
 def make_workspace(
-    like: Any, shape: PlanShape, layers: int, most_new_pages: int, most_dropped: int
+    like: Any, shape: PlanShape, layers: int, max_new_pages: int, max_dropped: int
 ) -> Workspace:
     """Allocate what calls for `layers` layers need, in the framework and on the device of `like`.
 
-    A call adds at most `most_new_pages` pages to a layer and drops at most `most_dropped`; see
+    A call adds at most `max_new_pages` pages to a layer and drops at most `max_dropped`; see
     `kvlab.ops.plan.decode_bounds`. A prefill of n tokens adds at most
     ``batch * heads * (n // 16 + 1 + segments)`` pages and as many as stored ones that it demotes.
     """
-    sizes = _sizes(shape, most_new_pages, most_dropped)
+    sizes = _sizes(shape, max_new_pages, max_dropped)
     offsets, total = {}, 0
     for name, size in sizes.items():
         offsets[name] = total
@@ -130,18 +130,18 @@ def make_workspace(
     for name in _FIELDS:
         call[name] = start + offsets[name]
     call["segments"], call["chunks"] = shape.segments, shape.chunks
-    call["most_new_pages"], call["most_dropped"], call["held"] = most_new_pages, most_dropped, held
+    call["max_new_pages"], call["max_dropped"], call["held"] = max_new_pages, max_dropped, held
     lists = np.zeros((2, layers), _LIST)
     for phase in range(2):
-        places = (f"moves{phase}", 0), (f"begins{phase}", 0), ("head", 4 * phase), ("copies", 0), ("head", 8)
-        for name, (array, after) in zip(_LIST.names or (), places, strict=True):
+        fields = (f"moves{phase}", 0), (f"begins{phase}", 0), ("head", 4 * phase), ("copies", 0), ("head", 8)
+        for name, (array, after) in zip(_LIST.names or (), fields, strict=True):
             lists[name][phase] = start + offsets[array] + after + np.arange(layers) * sizes[array]
     on_device = to_device(lists.reshape(-1).view(np.uint8), like)
     return Workspace(
         shape,
         layers,
-        most_new_pages,
-        most_dropped,
+        max_new_pages,
+        max_dropped,
         memory,
         on_device,
         call,
@@ -151,9 +151,9 @@ def make_workspace(
     )
 
 
-def workspace_nbytes(shape: PlanShape, most_new_pages: int, most_dropped: int) -> int:
+def workspace_nbytes(shape: PlanShape, max_new_pages: int, max_dropped: int) -> int:
     """Return the bytes of a workspace for one layer; arguments as of `make_workspace`."""
-    return sum(_sizes(shape, most_new_pages, most_dropped).values())
+    return sum(_sizes(shape, max_new_pages, max_dropped).values())
 
 
 def _held(shape: PlanShape, device: int) -> int:
@@ -162,7 +162,7 @@ def _held(shape: PlanShape, device: int) -> int:
     return chunks if 4 * chunks <= shared_memory_per_block(device) - _STATIC else 0
 
 
-def _sizes(shape: PlanShape, most_new_pages: int, most_dropped: int) -> dict[str, int]:
+def _sizes(shape: PlanShape, max_new_pages: int, max_dropped: int) -> dict[str, int]:
     """Bytes of every array of the workspace for one layer."""
     num_bh = shape.batch * shape.heads
     groups, rungs, classes = num_bh * shape.segments, shape.num_rungs, shape.num_rungs + 1
@@ -176,10 +176,10 @@ def _sizes(shape: PlanShape, most_new_pages: int, most_dropped: int) -> dict[str
         "list": 4 * groups * rungs, "sequence": 4 * groups * rungs, "keys": _PAGE * entries,
         "stay": 2 * entries, "after": entries,
         "role": 8 * groups, "role_after": 8 * groups, "table": 8 * entries,
-        "freed": 4 * most_dropped, "holes": 4 * most_dropped, "beyond_end": most_dropped, "head": 24,
-        "moves0": 16 * most_new_pages * _PAGE, "moves1": 16 * most_dropped * _PAGE,
-        "begins0": 4 * (most_new_pages + 1), "begins1": 4 * (most_dropped * _PAGE + 1),
-        "copies": 16 * most_dropped,
+        "freed": 4 * max_dropped, "holes": 4 * max_dropped, "beyond_end": max_dropped, "head": 24,
+        "moves0": 16 * max_new_pages * _PAGE, "moves1": 16 * max_dropped * _PAGE,
+        "begins0": 4 * (max_new_pages + 1), "begins1": 4 * (max_dropped * _PAGE + 1),
+        "copies": 16 * max_dropped,
     }  # fmt: skip
 
 

@@ -45,7 +45,7 @@ class Runs:
         Rows that each group has of a sequence, and keys of each of its runs.
     first_rows : int array, (groups, sequences)
         Of the rows of a group in q.
-    places : int array, (groups, sequences, max_runs, 2)
+    sources : int array, (groups, sequences, max_runs, 2)
         Of each run that a group sees, first row and rank, or `OWN`; a causal mask ends with the last of them.
     counts : tuple of int
         Runs that each group sees of a sequence.
@@ -53,7 +53,7 @@ class Runs:
 
     lengths: NDArray[np.int32]
     first_rows: NDArray[np.int32]
-    places: NDArray[np.int32]
+    sources: NDArray[np.int32]
     counts: tuple[int, ...]
 
 
@@ -67,11 +67,11 @@ class RunTiling(NamedTuple):
 
 
 def run_table(runs: Runs) -> NDArray[np.int32]:
-    """Return the rows that tiles refer to: the length of a sequence's runs, then their places."""
-    groups, sequences, most, _ = runs.places.shape
-    table = np.zeros((groups, sequences, 1 + most, 2), np.int32)
+    """Return the rows that tiles refer to: the length of a sequence's runs, then their sources."""
+    groups, sequences, max_runs, _ = runs.sources.shape
+    table = np.zeros((groups, sequences, 1 + max_runs, 2), np.int32)
     table[:, :, 0, 0] = runs.lengths
-    table[:, :, 1:] = runs.places
+    table[:, :, 1:] = runs.sources
     return table.reshape(-1, 2)
 
 
@@ -89,13 +89,13 @@ def tiles_of_runs(runs: Runs, heads_kv: int, group: int, tiling: RunTiling) -> N
     --------
     A sequence of which a rank has two chunks of two tokens; the late one sees the early one, too.
 
-    >>> places = np.array([[[[0, OWN], [0, 0]]], [[[0, OWN], [2, OWN]]]], np.int32)
-    >>> runs = Runs(np.array([2]), np.array([[0], [2]]), places, (1, 2))
+    >>> sources = np.array([[[[0, OWN], [0, 0]]], [[[0, OWN], [2, OWN]]]], np.int32)
+    >>> runs = Runs(np.array([2]), np.array([[0], [2]]), sources, (1, 2))
     >>> tiles_of_runs(runs, 1, 1, RunTiling(1, 1, 1, 1))[["q_start", "position", "last_key"]].ravel().tolist()
     [(2, 1, 4), (2, 0, 3), (0, 1, 2), (0, 0, 1)]
     """
     pack, positions, entries, sections = tiling
-    groups, sequences, most, _ = runs.places.shape
+    groups, sequences, max_runs, _ = runs.sources.shape
     counts = -(-np.tile(runs.lengths, groups) // (positions * entries))
     of = np.repeat(np.arange(groups * sequences), counts)  # (group, sequence) of a tile
     first = (np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)) * positions * entries
@@ -109,7 +109,7 @@ def tiles_of_runs(runs: Runs, heads_kv: int, group: int, tiling: RunTiling) -> N
     tile["position"] = np.where(present, position, 0)
     tile["q_start"] = runs.first_rows.reshape(-1)[of][:, None]
     tile["q_length"] = np.where(present, rows, 0)
-    tile["k_start"], tile["k_length"] = (1 + most) * of[:, None], keys
+    tile["k_start"], tile["k_length"] = (1 + max_runs) * of[:, None], keys
     tile["diagonal"] = keys - tile["q_length"]
     tile["last_key"] = np.where(present, keys - rows + np.minimum(position + positions, rows), 0)
     tile["loaded_keys"] = tile["last_key"].max(1, initial=0, keepdims=True)
@@ -146,26 +146,26 @@ def even_order(work: NDArray[np.int64], blocks: int) -> NDArray[np.int64]:
     >>> work[even_order(work, 2)].tolist()
     [9, 8, 7, 9, 7, 8, 7]
     """
-    ends, taken = [(0, block) for block in range(blocks)], list[list[int]]([] for _ in range(blocks))
+    ends, tiles_of = [(0, block) for block in range(blocks)], list[list[int]]([] for _ in range(blocks))
     for tile, cost in enumerate(work.tolist()):
         end, block = ends[0]
-        taken[block].append(tile)
+        tiles_of[block].append(tile)
         heapq.heapreplace(ends, (end + cost, block))
     total = np.zeros(blocks, np.int64)
     total[[block for _, block in ends]] = [end for end, _ in ends]
     while True:
-        most, least = int(total.argmax()), int(total.argmin())
-        gap = int(total[most] - total[least])
-        mine, other = taken[most][-_LAST:], taken[least][-_LAST:]
+        longest, shortest = int(total.argmax()), int(total.argmin())
+        gap = int(total[longest] - total[shortest])
+        mine, other = tiles_of[longest][-_LAST:], tiles_of[shortest][-_LAST:]
         less = work[mine][:, None] - work[other]  # that an exchange takes from the one and gives the other
         best = np.unravel_index(np.abs(2 * less - gap).argmin(), less.shape) if less.size else (0, 0)
         if not less.size or abs(gap - 2 * int(less[best])) >= gap:
             break
-        i, j = taken[most].index(mine[best[0]]), taken[least].index(other[best[1]])
-        taken[most][i], taken[least][j] = taken[least][j], taken[most][i]
-        total[[most, least]] += [-less[best], less[best]]
+        i, j = tiles_of[longest].index(mine[best[0]]), tiles_of[shortest].index(other[best[1]])
+        tiles_of[longest][i], tiles_of[shortest][j] = tiles_of[shortest][j], tiles_of[longest][i]
+        total[[longest, shortest]] += [-less[best], less[best]]
     starts = np.zeros(len(work), np.int64)
-    for tiles in taken:
+    for tiles in tiles_of:
         tiles[-_LAST:] = sorted(tiles[-_LAST:], key=lambda tile: (-work[tile], tile))
         starts[tiles] = np.cumsum(work[tiles]) - work[tiles]
     return np.argsort(starts, kind="stable")

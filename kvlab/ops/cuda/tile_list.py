@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from kvlab.jit.launch import PreparedLaunch, PreparedLaunches, cuda_kernel
-from kvlab.jit.structs import ADDRESS, Struct, places_of
+from kvlab.jit.structs import ADDRESS, Struct, addresses_of
 from kvlab.ops.array_kinds import Kind, allocator, device_of_kind
 from kvlab.ops.attention_arguments import Lengths
 from kvlab.ops.attention_call import MAX_GROUPS
@@ -103,7 +103,7 @@ def divisor(value: int) -> tuple[int, int, int]:
     return value, -(-(1 << 31 + shift) // value), shift
 
 
-def num_sections(pairs: int, bytes_of_keys: int, tiles: int, fewest: int) -> int:
+def num_sections(num_bh: int, bytes_of_keys: int, tiles: int, min_tiles: int) -> int:
     """Return into how many sections a list is divided.
 
     A section holds as many (sequence, KV head) pairs as have K and V that stay in L2, or as many as have
@@ -111,13 +111,13 @@ def num_sections(pairs: int, bytes_of_keys: int, tiles: int, fewest: int) -> int
 
     Parameters
     ----------
-    pairs : int
+    num_bh : int
         (sequence, KV head) pairs of all sections.
     bytes_of_keys : int
         Of K and V of all pairs.
     tiles : int
         Of all pairs.
-    fewest : int
+    min_tiles : int
         Tiles that a section has at least, as long as there are more pairs.
 
     Examples
@@ -127,9 +127,9 @@ def num_sections(pairs: int, bytes_of_keys: int, tiles: int, fewest: int) -> int
     >>> num_sections(8, 256 << 20, 256, 132)
     2
     """
-    fit = SECTION_BYTES * pairs // max(bytes_of_keys, 1)
-    fill = -(-fewest * pairs // max(tiles, 1))
-    return -(-pairs // max(1, fit, fill))
+    fit = SECTION_BYTES * num_bh // max(bytes_of_keys, 1)
+    fill = -(-min_tiles * num_bh // max(tiles, 1))
+    return -(-num_bh // max(1, fit, fill))
 
 
 class ListBuilder:
@@ -191,13 +191,15 @@ class ListBuilder:
             blocks = (total_q + number * (positions - 1)) // positions
         self.capacity = blocks * heads_kv * (group // pack)
         self.nbytes = HEAD_BYTES + (PART_BYTES * groups if groups else TILE_BYTES) * self.capacity
-        pairs = number * heads_kv
+        num_bh = number * heads_kv
         if sections is None:
-            fewest = TILES_OF_BLOCK * multiprocessors(device)
-            sections = num_sections(pairs, bytes_of_keys, self.capacity, fewest)
+            min_tiles = TILES_OF_BLOCK * multiprocessors(device)
+            sections = num_sections(num_bh, bytes_of_keys, self.capacity, min_tiles)
             if variable:  # each call waits for its list, and blocks make a section each
-                fewest = _WAITED_TILES_OF_BLOCK * multiprocessors(device)
-                sections = max(sections, num_sections(pairs, SECTION_BYTES * pairs, self.capacity, fewest))
+                min_tiles = _WAITED_TILES_OF_BLOCK * multiprocessors(device)
+                sections = max(
+                    sections, num_sections(num_bh, SECTION_BYTES * num_bh, self.capacity, min_tiles)
+                )
         self.sections = sections
         call = _GROUPED_CALL if groups else _CALL
         argument = call.array({
@@ -213,7 +215,7 @@ class ListBuilder:
         of_groups = [f"{name}{g}" for name in ("cu_rows", "prefix_lens") for g in range(groups or 0)]
         self._launches = PreparedLaunches(
             [PreparedLaunch(kernel, (sections,), (_THREADS,), argument, early=True)],
-            places_of(argument, map(call.word, (*names, *of_groups))),
+            addresses_of(argument, map(call.word, (*names, *of_groups))),
         )
 
     def build(self, address: int, bounds: Sequence[int], stream: int) -> None:

@@ -56,8 +56,8 @@ def make_workspace(like: Any, num_bh: int, query_rows: int, head_dim: int) -> Wo
 
 def rows_at_once(query_rows: int, head_dim: int) -> int:
     """Return how many query rows one expansion of a quad serves: what registers hold, a power of two."""
-    most = _MAX_ROWS if head_dim <= 128 else _MAX_ROWS // 2
-    return min(1 << max(query_rows - 1, 0).bit_length(), most)
+    max_rows = _MAX_ROWS if head_dim <= 128 else _MAX_ROWS // 2
+    return min(1 << max(query_rows - 1, 0).bit_length(), max_rows)
 
 
 def _row_blocks(query_rows: int, head_dim: int) -> int:

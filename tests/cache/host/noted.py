@@ -22,9 +22,7 @@ class Kernels(cpu.CpuExecutor):
     def __init__(self) -> None:
         self.made: list[cpu.CpuKernels] = []
         self.plans: list[tuple[int, int, int]] = []  # (layer, new tokens, status) of every plan so far
-        self.most_new_pages: list[
-            int
-        ] = []  # of the next plans, in place of what their workspace has room for
+        self.max_new_pages: list[int] = []  # of the next plans, in place of what their workspace has room for
         self.max_query_tokens = 1 << 20
         self.scored: list[list[tuple[int, int]]] = []  # of every launch: (layer, tokens before the step)
 
@@ -41,12 +39,12 @@ class _Noted(cpu.CpuKernels):
     def launch_plan(
         self, first: int, layers: int, workspace: Any, *args: Any, num_new: int = 0, **rules: Any
     ) -> None:
-        tables, notes, most = self.store.tables, self.notes, workspace.most_new_pages
+        tables, notes, most = self.store.tables, self.notes, workspace.max_new_pages
         before = tables["status"][first : first + layers].copy()
         tables["status"][first : first + layers] = 0
-        workspace.most_new_pages = notes.most_new_pages.pop(0) if notes.most_new_pages else most
+        workspace.max_new_pages = notes.max_new_pages.pop(0) if notes.max_new_pages else most
         super().launch_plan(first, layers, workspace, *args, num_new=num_new, **rules)
-        workspace.most_new_pages = most
+        workspace.max_new_pages = most
         for layer in range(first, first + layers):
             notes.plans.append((layer, num_new, int(tables["status"][layer, 0])))
         tables["status"][first : first + layers] |= before

@@ -235,7 +235,7 @@ def test_an_empty_batch_has_no_moves(kernels: Kernels, monkeypatch: pytest.Monke
     monkeypatch.setattr(plan, "cuda_view", kernels.view)
     monkeypatch.setattr(plan, "shared_memory_per_block", lambda device: 99 << 10)
     shape = PlanShape(0, HEADS, 16, num_rungs=3, evicts=False, segments=1, new_tokens=20)
-    workspace = plan.make_workspace(np.empty(0), shape, LAYERS, most_new_pages=4, most_dropped=1)
+    workspace = plan.make_workspace(np.empty(0), shape, LAYERS, max_new_pages=4, max_dropped=1)
     start, numbers = workspace.memory.ctypes.data, workspace.memory.view(np.int32)
     for lists in workspace.lists.view(plan._LIST):
         for name in ("num_groups", "num_copies"):
@@ -288,7 +288,7 @@ def test_new_tokens_may_be_overwritten_behind_their_step(kernels: Kernels) -> No
         cache, rng = make(budget=480_000, bits=(2, 8), plan_length=64), np.random.default_rng(3)
         for _ in range(2):
             step(cache, rng, 300)
-        kernels.most_new_pages = [3]
+        kernels.max_new_pages = [3]
         arrays, mask = draw(rng, cache, 300), np.ones((2, 300), bool)
         cache.step(0, *arrays, valid=mask)
         assert kernels.plans[-1] == (0, 300, 8)
@@ -340,7 +340,7 @@ def test_the_word_that_tokens_are_in_is_waited_for_once(
         for layer in range(LAYERS):
             cache.step(layer, q, k, v)
     assert len(words) == 2
-    kernels.most_new_pages = [3]
+    kernels.max_new_pages = [3]
     cache.step(0, q, k, v)
     assert len(words) == 2
     assert kernels.plans[-1] == (0, 300, 8)

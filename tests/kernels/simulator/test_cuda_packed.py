@@ -310,7 +310,7 @@ def test_nan_of_a_live_token_shows_in_its_head_alone() -> None:
     case = case_of(((4, 4),), [[2, 2]])
     layout, pages = case.pages.layouts[0], case.pages
     live = next(p for p in range(8) if pages.count[0, 1, p])
-    pages.pools[0][pages.index[0, 1, live], layout.v_steps] = 0xFF
+    pages.pools[0][pages.index[0, 1, live], layout.v_step_sizes] = 0xFF
     result = simulate(case)
     assert np.isnan(result.out[0, 0, 1]).all()
     assert np.isfinite(result.out[0, 0, 0]).all()
@@ -352,7 +352,7 @@ def test_numbers_become_integers_of_sixteen_bits(largest: float, share: float, c
     assert np.isclose(unit * inverse, 1, rtol=1e-6, atol=0)
     numbers = np.float32(largest) * np.array([1, share], np.float32)
     h = np.round((numbers * inverse).astype(np.float64)).astype(int)
-    assert cuda_integers.MOST // 2 <= h[0] <= cuda_integers.MOST
+    assert cuda_integers.MAX_FIXED_POINT // 2 <= h[0] <= cuda_integers.MAX_FIXED_POINT
     pair, word = (
         cuda_integers.pair_of.fn(*(numbers * inverse)),
         sum(code << 8 * i for i, code in enumerate(codes)),

@@ -134,6 +134,17 @@ def test_claims_of_other_files_pass_and_planted_failures_fail() -> None:
     assert verdicts([], generation | {"layers": 16})[step] == "not measured"
 
 
+def test_a_step_is_found_in_files_of_every_age() -> None:
+    """The number of layers once stood at the top, and rows were `cases`."""
+    results = Path(__file__).parents[3] / "benchmarks" / "results"
+    first = json.loads((results / "2026-11-21-h200-generation.json").read_text())
+    for layers, verdict in ((32, "pass"), (16, "not measured")):
+        settings = {"provenance": {"settings": {"layers": layers}}}
+        for rows in ("cases", "rows"):
+            found = verdicts([], settings | {rows: first["cases"]})
+            assert found["end to end, a token at 2K, 32 layers"] == verdict
+
+
 class Page(HTMLParser):
     """What a page refers to, and how many tables and pictures it holds."""
 
