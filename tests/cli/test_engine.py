@@ -161,7 +161,7 @@ def test_a_talk_remembers_what_was_said(folder: Any) -> None:
     answers = [first, greedy(5, 6, 7, *first, 8, 9)]
     assert all(text_of(answer) in found.stdout for answer in answers)
     assert found.stdout.count("6 tokens") == 2
-    assert "bits an element" in found.stdout
+    assert "bits an element]" in found.stdout
 
 
 def test_a_talk_with_random_weights() -> None:
@@ -169,7 +169,7 @@ def test_a_talk_with_random_weights() -> None:
     found = CliRunner().invoke(app(), command, input="hello\n")
     assert found.exit_code == 0, found.output
     assert "5 tokens" in found.stdout
-    assert "bits an element" in found.stdout
+    assert "bits an element, in a block for the first 64 tokens" in found.stdout
     for option, value, said in (
         ("--budget", "a lot", "--budget 'a lot'"),
         ("--budget", "0.01", "Raise --budget"),

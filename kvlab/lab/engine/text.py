@@ -12,6 +12,7 @@ from kvlab.engine.folder import sizes_of
 from kvlab.engine.geometry import PUBLISHED, published
 from kvlab.engine.sampling import Sampling
 from kvlab.lab.quality.model import without_progress_bars
+from kvlab.ops.frame import LAST
 from kvlab.sizes import format_size
 
 __all__ = ["Chat", "continue_text", "words"]
@@ -87,6 +88,7 @@ class Chat:
         make = Decoder.from_config if is_known else _loaded
         if max_seqlen is None:
             max_seqlen = min(_USUAL_TALK, geometry.max_positions)
+        self._is_packed = budget is not None
         self._decoder = make(model, device=device, cache_budget=_budget(budget), max_seqlen=max_seqlen)
         self._unread: list[int] = []
         self._count, self._seconds = 0, 0.0
@@ -128,7 +130,10 @@ class Chat:
         cache = self._decoder.cache
         if cache is None:
             return speed
-        return f"{speed}; cache {format_size(cache.nbytes)}, {cache.bits_per_element:.2f} bits an element"
+        bits = f"cache {format_size(cache.nbytes)}, {cache.bits_per_element:.2f} bits an element"
+        if self._is_packed and self._decoder.lengths[0] < LAST:
+            bits += f", in a block for the first {LAST} tokens, which are packed when all have come"
+        return f"{speed}; {bits}"
 
     def _turn(self, line: str) -> list[int]:
         """The tokens of a line, in the model's form of a talk if it has one, behind those not read yet."""
