@@ -9,6 +9,7 @@ cache. A case (an entry of CASES.json, else of `CASES`) is a format of `simulati
 - `large`: the factors of pairs 29 and 4; left out: plain keys, which the next cases of its budget are held to
 - `frames`: 1 (if left out), stored keys are encoded again where a shift rises; or 2, keys keep the frame in
   which they were written, all of a page have one, and what fills no page of the older frame is encoded again
+- `together`: so many pages of a rung go to the newer frame with the one that is not full
 - `follow`: the mean of a pair whose shift rises by s is multiplied by 2**s in the newer frame
 - `known`: the newer frame has the factors themselves, from the first token behind the prompt on
 
@@ -161,7 +162,7 @@ class LateCache(Cache):
 
     def _leave(self, layer: int, heads: torch.Tensor) -> None:
         """Bring what fills no chunk of the older frame, the newest tokens of each rung, to the newer one."""
-        page, n = self.form["page"], self.n
+        page, n = self.form["page"] * self.form.get("together", 1), self.n
         for row, head in heads.nonzero().tolist():
             rung = self.rung[layer, row, head, :n].clamp_max(self.top)
             for r in range(len(self.bits)):
