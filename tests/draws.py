@@ -177,6 +177,13 @@ KINDS: dict[str, Callable[[np.random.Generator, np.dtype[Any]], tuple[str, Share
     "packed and recent": lambda rng, dtype: shares_of_packed(rng, dtype, exact=True),
 }
 
+CASES = [
+    (kind, dtype)
+    for kind in KINDS
+    for dtype in ("float32", "float16", "bfloat16")
+    if dtype == "float32" or kind != "packed and recent"
+]
+
 
 def shares(kind: str, dtype: str, number: int) -> tuple[str, Shares]:
     """Return the keys of a draw, and its errors as shares of what promise 2 allows."""

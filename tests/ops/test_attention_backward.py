@@ -75,9 +75,9 @@ def test_variable_length_agrees_with_the_reference(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@given(case=large_score_cases(dtypes=FLOATS[2:], keys=("unrelated",)), seed=SEEDS)
+@given(case=large_score_cases(), seed=SEEDS)
 def test_few_keys_and_large_scores(backend: str, case: AttentionCase, seed: int) -> None:
-    """In float32, of unrelated keys: those of equal ones cancel in dq, and what is left of it is luck."""
+    """Slopes of equal keys cancel in dq, in which rounding of out would be left."""
     arrays = random_floats(np.random.default_rng(seed), case.q.shape, case.q.dtype), case.q, case.k, case.v
     actual = _gradients(*arrays, backend=backend, **case.options)
     expected = exact_gradients(*arrays, **case.options)

@@ -91,3 +91,17 @@ def test_gradients_of_parts_of_the_keys_are_parts_of_the_gradient(case: Attentio
     for i in (1, 2):
         joined = np.concatenate([part[i] for part in parts], axis=1)
         np.testing.assert_allclose(joined, whole[i], rtol=1e-9, atol=1e-9)
+
+
+def test_a_capped_score_near_the_cap_keeps_its_small_slope() -> None:
+    """1 - tanh(x)^2 is 3e-13 at x = 15: the difference would hold four digits of it, and none at 20."""
+    for x in (0.1, 15.0, 20.0):
+        q, k, v = (
+            np.ones((1, 1, 1, 1)),
+            np.array([x, 0.0]).reshape(1, 2, 1, 1),
+            np.eye(2)[:, :1].reshape(1, 2, 1, 1),
+        )
+        dq = exact_gradients(np.ones((1, 1, 1, 1)), q, k, v, scale=1.0, softcap=1.0)[0]
+        p = 1 / (1 + np.exp(-np.tanh(x)))
+        expected = p * (1 - p) * 4 * np.exp(-2 * x) / (1 + np.exp(-2 * x)) ** 2 * x
+        np.testing.assert_allclose(dq.item(), expected, rtol=1e-12)

@@ -93,11 +93,10 @@ def _probabilities(
         apply_mask(scores, keys, first, last)
     for lane in range(0, PANEL, LANES):
         limit = large_share(load(logs, lane) * splat(LOG2_E), softcap)
-        delta, whole, products = load(dpsum, lane), splat(_ZERO), splat(_ZERO)
+        below, delta = splat(_ZERO) - load(logs, lane), load(dpsum, lane)
+        whole = products = splat(_ZERO)
         for at in range(lane, keys * PANEL, PANEL):
-            weight = exp2(
-                fused(load(scores, at), splat(factor), splat(_ZERO) - load(logs, lane)) * splat(LOG2_E)
-            )
+            weight = exp2(fused(load(scores, at), splat(factor), below) * splat(LOG2_E))
             if dtype == FLOAT32 and any_above(weight, limit):
                 weight = sharpen(
                     weight, limit, tile, at // PANEL * pitch, queries, lane, channels, factor, rate, softcap,
