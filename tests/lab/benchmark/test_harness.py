@@ -135,7 +135,6 @@ def test_scripts_name_their_cases_without_a_gpu(
 
 
 SMALL = {
-    "benchmarks/accuracy/draws.py": ["--calls", "1", "--dtypes", "float32"],
     "benchmarks/cpu_cache/run.py": ["--lengths", "128"],
     "benchmarks/replay/run.py": ["--tiny", "--device", "cpu", "--windows", "1", "--budgets", "0.3"],
     "benchmarks/resident_memory/run.py": ["--size", "16MiB"],
