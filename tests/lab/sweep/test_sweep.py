@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,15 +30,24 @@ from kvlab.lab.sweep.run import run_cases
 
 LIKE = AblationCase(0.4, "2,4", 128, model=None, geometry=Geometry(1, 2, 1, 32))
 GRID = make_grid(LIKE, (0.3, 0.4, 0.6), ("2,4", "4,8"), (128, 256))
-_RESULT: dict[str, Any] = {}
+REAL = "KVLAB_TEST_RESULT"
+"""The environment variable that tells workers where a real result is."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def real_result(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    path = tmp_path_factory.mktemp("real") / "result.json"
+    path.write_text(json.dumps(ablation.run(LIKE)))
+    os.environ[REAL] = str(path)
+    yield
+    del os.environ[REAL]
 
 
 def fake(case: AblationCase) -> dict[str, Any]:
-    """A result with the provenance and the size of a real one, made in no time."""
-    if not _RESULT:
-        _RESULT.update(ablation.run(LIKE))
-    provenance = {**_RESULT["provenance"], "case_id": case.id}
-    made = {**_RESULT, "experiment": case.name, "config": case.to_dict(), "provenance": provenance}
+    """A result with the provenance and the size of a real one, made in no time, in a worker, too."""
+    real = json.loads(Path(os.environ[REAL]).read_text())
+    provenance = {**real["provenance"], "case_id": case.id}
+    made = {**real, "experiment": case.name, "config": case.to_dict(), "provenance": provenance}
     return json.loads(json.dumps(made))
 
 
