@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import SupportsIndex
 
 from kvlab.jit.filecache import FileCache, cache_folder
+from kvlab.jit.notice import say_compiling
 from kvlab.jit.nvrtc import arch_of, check_arch, compile_cubin, compiler
 
 __all__ = [
@@ -144,6 +145,7 @@ class _Request:
     key: str
 
     def compile(self) -> bytes:
+        say_compiling()
         return compile_cubin(self.path, self.root, self.source, self.definitions, self.arch)
 
 

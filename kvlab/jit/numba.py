@@ -31,6 +31,7 @@ from typing import Any
 from kvlab.errors import BuildError, needs_extra
 from kvlab.jit.build import Built, digest, kernel_folder, with_included
 from kvlab.jit.filecache import FileCache, cache_folder
+from kvlab.jit.notice import say_compiling
 
 __all__ = ["build_numba", "numba_content_key", "numba_kernel_root"]
 
@@ -120,6 +121,7 @@ def _compile(module: str, kernel: str, options: Mapping[str, Any], arch: str) ->
         from cuda.core import Program, ProgramOptions
 
         numba_compiler: Any = importlib.import_module("numba.cuda.compiler")
+    say_compiling()
     source = importlib.import_module(f"kvlab.numba_kernels.cuda.{module}")
     make = getattr(source, kernel)
     capability = _capability(arch)
