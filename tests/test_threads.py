@@ -96,23 +96,29 @@ def test_several_threads_call_parallel_kernels(layer: str) -> None:
     assert layer in ("default", found)
 
 
-def test_helpers_are_not_waited_for_where_all_items_are_done() -> None:
-    begun, go_on, calls = threading.Event(), threading.Event(), []
+@pytest.mark.parametrize("done", [True, False])
+def test_helpers_are_waited_for_unless_all_items_are_done(done: bool) -> None:
+    import numba
 
-    def work(done: bool) -> bool:
+    if numba.get_num_threads() < 2:
+        pytest.skip("one thread: there are no helpers")
+    begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> bool:
         if threading.current_thread() is threading.main_thread():
             assert begun.wait(60)
+            if not done:
+                go_on.set()
             return done
         begun.set()
         go_on.wait(60)
-        calls.append(done)
+        ended.set()
         return done
 
-    run_parallel(work, True)
-    assert not calls
+    run_parallel(work)
+    assert ended.is_set() != done
     go_on.set()
-    run_parallel(work, False)
-    assert False in calls
+    assert ended.wait(60)
 
 
 @pytest.mark.parametrize("helpers", [0, 1, 3])
