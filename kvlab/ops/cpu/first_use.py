@@ -20,4 +20,4 @@ class _Listener(Listener):
         pass
 
 
-register("numba:compile", _Listener())
+register("numba:compile", _Listener())  # type: ignore[no-untyped-call]
