@@ -20,13 +20,13 @@ START = "python benchmarks/"
 def commands(page: str) -> list[str]:
     """Return the commands of a page that call scripts: lines of code blocks, and between backticks.
 
-    Those of a block that begins with `git checkout` are of scripts in the history and are left out. What is
-    optional stands in brackets; a comment ends a line.
+    Those of a block that begins with `git checkout` or `git worktree` are of scripts in the history and are
+    left out. What is optional stands in brackets; a comment ends a line.
 
     >>> commands("    python benchmarks/a.py OUT.json [--b 1]  # what\\n`python benchmarks/c.py\\nOUT.json`")
     ['python benchmarks/a.py OUT.json --b 1', 'python benchmarks/c.py OUT.json']
     """
-    page = re.sub(r"^    git checkout [^\n]*(\n    [^\n]*)*", "", page, flags=re.M)
+    page = re.sub(r"^    git (?:checkout|worktree) [^\n]*(\n    [^\n]*)*", "", page, flags=re.M)
     found = re.findall(rf"^    ({START}[^\n]*)", page, re.M) + re.findall(rf"`({START}[^`]*)`", page)
     lines = (re.sub(r"\s+#.*", "", command) for command in found)
     return [" ".join(line.replace("[", "").replace("]", "").split()) for line in lines]
@@ -58,6 +58,7 @@ def parse(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pages_name_commands() -> None:
     assert len(COMMANDS) > 25
     assert commands("    git checkout 0 -- benchmarks/a\n    python benchmarks/a/run.py") == []
+    assert commands("    git worktree add ../a 0\n    python benchmarks/a/run.py") == []
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -16,6 +16,7 @@ import sys
 import time
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,11 +51,11 @@ def serve() -> None:
         print(json.dumps(times), flush=True)
 
 
-def measure(folders: dict[str, str]) -> list[dict[str, Any]]:
+def measure(folders: dict[str, Path]) -> list[dict[str, Any]]:
     servers = {
         name: subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=os.environ | {"PYTHONPATH": folder, "OMP_WAIT_POLICY": "PASSIVE"},
+            env=os.environ | {"PYTHONPATH": str(folder), "OMP_WAIT_POLICY": "PASSIVE"},
         )
         for name, folder in folders.items()
     }  # fmt: skip
@@ -90,8 +91,8 @@ def main() -> int:
         return [harness.Case("both versions in turns", partial(measure, folders))]
 
     parser = harness.options(__doc__, "cpu")
-    parser.add_argument("before", help="folder of a checkout")
-    parser.add_argument("after", help="folder of another one")
+    parser.add_argument("before", type=Path, help="folder of a checkout")
+    parser.add_argument("after", type=Path, help="folder of another one")
     return harness.run(parser, cases)
 
 

@@ -22,6 +22,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ ROUNDS, REPLAYS, COMPILED_TOKENS = 5, 100, 40
 
 
 @contextlib.contextmanager
-def locked(path: str | None) -> Iterator[None]:
+def locked(path: Path | None) -> Iterator[None]:
     """Wait until no other process has the file."""
     with open(path or "/dev/null", "w", encoding="utf-8") as file:
         if path:
@@ -79,7 +80,7 @@ def replays(decoder: Decoder, context: int) -> list[float]:
 
 
 def engine_rows(
-    name: str, shapes: list[tuple[int, int]], lock: str | None, plan: str, bandwidth: float
+    name: str, shapes: list[tuple[int, int]], lock: Path | None, plan: str, bandwidth: float
 ) -> list[dict[str, Any]]:
     """The engine's times of one model; with greedy choices, and with draws."""
     geometry, _ = published(name)
@@ -143,7 +144,7 @@ def transformers_model(geometry: Geometry, base: float, device: str) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def compiled_row(name: str, batch: int, context: int, lock: str | None, device: str) -> dict[str, Any]:
+def compiled_row(name: str, batch: int, context: int, lock: Path | None, device: str) -> dict[str, Any]:
     """The time of transformers, compiled, with a static cache."""
     import torch
     from transformers import StaticCache
@@ -208,7 +209,7 @@ def main() -> int:
     parser.add_argument("--cases", type=harness.shapes, required=True, help="MODEL:BATCHxTOKENS, ... ")
     parser.add_argument("--compiled", action="store_true", help="transformers in place of the engine")
     parser.add_argument("--plan", default="graph", help="of the engine")
-    parser.add_argument("--lock", help="file that a process holds while it times")
+    parser.add_argument("--lock", type=Path, help="file that a process holds while it times")
     parser.add_argument("--device", default="cuda", help="of transformers: cuda, or cpu to try the script")
     return harness.run(parser, cases)
 

@@ -70,6 +70,7 @@ def main() -> int:
     parser.add_argument("--shapes", type=harness.names(SHAPES), default=",".join(SHAPES))
     parser.add_argument("--pairs", type=harness.names(PAIRS), default=",".join(PAIRS))
     parser.add_argument("--backend", choices=BACKENDS, default="cuda")
+    parser.set_defaults(seconds=600.0)
     return harness.run(parser, cases)
 
 

@@ -288,7 +288,7 @@ def main() -> int:
     parser = harness.options(__doc__, "cpu")
     parser.add_argument("cases", type=Path, nargs="?")
     parser.add_argument("--windows", type=int, default=4)
-    return harness.run(parser, cases, schema="kvlab quality simulation 2")
+    return harness.run(parser, cases, schema="kvlab quality late channels 2")
 
 
 if __name__ == "__main__":

@@ -371,7 +371,7 @@ def _read(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def cases(given: argparse.Namespace) -> list[harness.Case]:
-    return [harness.Case(str(given.cases or "the cases of this file"), lambda: _read(given))]
+    return [harness.Case(given.cases.name if given.cases else "the cases of this file", lambda: _read(given))]
 
 
 def main() -> int:

@@ -76,7 +76,10 @@ def config_of(model: object) -> Any:
             "16-bit and float32 weights are supported: take the model that is not quantised, or use "
             "transformers"
         )
-    return AutoConfig.for_model(**settings, name_or_path=name)
+    own = {key: value for key, value in settings.items() if key not in ("name_or_path", "_name_or_path")}
+    config = AutoConfig.for_model(**own)
+    config.name_or_path = name  # of the folder, whatever name a file keeps
+    return config
 
 
 def sizes_of(model: object) -> Geometry:

@@ -11,5 +11,5 @@ __all__ = ["say_compiling"]
 @functools.cache
 def say_compiling() -> None:
     """Print a line to stderr if that is a terminal, once in a process."""
-    if sys.stderr.isatty():
+    if getattr(sys.stderr, "isatty", bool)():  # a program may have no stderr, or one of its own
         print("kvlab compiles kernels; this happens once, later runs find them", file=sys.stderr)

@@ -226,7 +226,7 @@ def _check(q: Any, pages: Pages, softcap: float, keep_scores: int) -> int:
     """Return the group size of a call that makes sense."""
     device_of(q, "q")
     shapes = (tuple(x.shape) for x in (q, pages.rung, pages.k_mean, pages.k_shift))
-    return _checked_group(*shapes, pages.layouts, softcap, keep_scores)
+    return _checked_group(*shapes, tuple(pages.layouts), float(softcap), keep_scores)
 
 
 @lru_cache(maxsize=256)

@@ -174,6 +174,17 @@ def test_damaged_biases_are_refused(tmp_path: Path) -> None:
             Decoder.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize("key", ["_name_or_path", "name_or_path"])
+def test_a_folder_is_read_whatever_name_it_keeps(saved: Path, tmp_path: Path, key: str) -> None:
+    shutil.copytree(saved, tmp_path / "copy")
+    changed(tmp_path / "copy", **{key: "other/model"})
+    found = Decoder.from_pretrained(tmp_path / "copy").prefill([1, 2])
+    assert np.array_equal(found, Decoder.from_pretrained(saved).prefill([1, 2]))
+    changed(tmp_path / "copy", model_type="mamba")
+    with pytest.raises(NotImplementedError, match="copy"):
+        Decoder.from_pretrained(tmp_path / "copy")
+
+
 def test_the_configuration_is_read_once(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads, read_text = [], transformers.PreTrainedConfig._dict_from_json_file
 

@@ -16,6 +16,16 @@ from kvlab.numba_kernels.cpu.allocator import break_price
 for dtype in (np.int64, np.int32):
     break_price(np.ones(3, np.int64), np.ones(3, dtype), 2)
 """
+GENERATED = """
+import sys
+from numba import njit
+import kvlab.ops.cpu
+sys.stderr = None
+names = {}
+exec("def double(x): return 2 * x", names)
+assert names["double"].__module__ is None
+assert njit(names["double"])(2) == 4
+"""
 CUDA = """
 from kvlab.jit.build import build
 for arch in ("sm_80", "sm_90a"):
@@ -48,6 +58,11 @@ def test_a_terminal_is_told_once_that_cpu_kernels_are_compiled(tmp_path: Path) -
     assert said(CPU, tmp_path / "first", terminal=False) == ""
     assert said(CPU, tmp_path / "second").split("\r\n") == [WORDS, ""]
     assert said(CPU, tmp_path / "second") == ""
+
+
+def test_code_of_others_compiles_and_a_program_may_have_no_stderr(tmp_path: Path) -> None:
+    assert said(GENERATED, tmp_path) == ""
+    assert said("import sys; sys.stderr = None\n" + CPU, tmp_path) == ""
 
 
 def test_a_terminal_is_told_once_that_cuda_kernels_are_compiled(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def run(
         return 0
     try:
         machine(given.device)
-    except NotImplementedError as error:
+    except (NotImplementedError, ValueError) as error:
         parser.error(str(error))
     record = _Record(given, head)
     end = time.monotonic() + given.seconds
@@ -144,12 +144,12 @@ class _Record:
         }
         self.path: Path | None = given.output
         self.head = head | {"provenance": provenance(**settings)}
-        self.rows: list[Row] = []
+        self.rows: list[str] = []
         self.failed: dict[str, str] = {}
         self.states: dict[str, dict[str, str]] = {}
 
     def add(self, row: Row) -> None:
-        self.rows.append(row)
+        self.rows.append(_json(row))
         self.write()
 
     def finish(self, name: str) -> None:
@@ -164,13 +164,19 @@ class _Record:
             return
         found = self.head | {"failed": self.failed, "gpu_after": self.states}
         text = _json({name: x for name, x in found.items() if x}, indent=1)
-        rows = ",\n".join(f"  {_json(row)}" for row in self.rows)
+        rows = ",\n".join(f"  {row}" for row in self.rows)
         write_whole(self.path, f'{text[:-2]},\n "rows": [\n{rows}\n ]\n}}\n'.encode())
 
 
 def _json(value: Any, indent: int | None = None) -> str:
     """JSON of a value; of a path, which says where somebody keeps files, only the name."""
-    return json.dumps(value, ensure_ascii=False, indent=indent, default=lambda path: path.name)
+    return json.dumps(value, ensure_ascii=False, indent=indent, default=_name_of)
+
+
+def _name_of(value: Any) -> str:
+    if isinstance(value, Path):
+        return value.name
+    raise TypeError(f"{value!r} of {type(value).__name__} is no JSON")
 
 
 def _free_memory() -> None:

@@ -13,7 +13,8 @@ class _Listener(Listener):
     """Numba sends no event for a kernel that it finds in its cache."""
 
     def on_start(self, event: Event) -> None:
-        if event.data["dispatcher"].py_func.__module__.startswith("kvlab."):
+        module = getattr(event.data["dispatcher"].py_func, "__module__", None)  # generated code has none
+        if (module or "").startswith("kvlab."):
             say_compiling()
 
     def on_end(self, event: Event) -> None:

@@ -74,6 +74,11 @@ def test_a_case_that_fails_is_told_and_the_next_one_runs(
     assert found["failed"] == {"wrong": "AssertionError: a wrong answer"}
     assert found["rows"] == [{"x": 1}, {"x": 2}]
     assert "a wrong answer" in capsys.readouterr().err
+    cases = [harness.Case("no JSON", lambda: {"x": object}), harness.Case("right", lambda: {"x": 2})]
+    assert run(monkeypatch, cases, str(output)) == 1
+    found = json.loads(output.read_text())
+    assert found["failed"] == {"no JSON": "TypeError: <class 'object'> of type is no JSON"}
+    assert found["rows"] == [{"x": 2}]
 
 
 def test_no_case_begins_when_the_time_is_over(
