@@ -10,7 +10,7 @@
 //   dK and dV of the pairs are added up at the end. With PERSISTENT a pair takes tiles one after another.
 //   A CTA has 64 of the keys and, of dQ, half of the channels, summed over 128 keys.
 //   Warps 0 to 3: warp 0 loads (attention/backward_sm90.cuh); one thread each of warps 1 and 2 adds dQ of a
-//   warpgroup to the workspace.
+//   warpgroup to the workspace; in a deterministic call one of warp 3 passes turns on.
 //   Warps 4 to 7 compute S = K Q^T and P, warps 8 to 11 dP = V dout^T and dS, all keys by all rows. Then each
 //   of the two warpgroups has 128 channels of dK and dV by all keys, and 64 channels of dQ by all rows.
 //
@@ -49,11 +49,12 @@ struct Pair {
     u32 full_k, full_p, own_ds;    // barriers: the other's K, P and dS of the CTA are here,
     u32 full_ds, empty_ds;         // the other's dS is; it has read the CTA's
     u32 full_dq;                   // and for each warpgroup and stage: dQ is in shared memory
+    u32 added, passed;             // for each stage: both parts of dQ are added; their turn is passed on
     __device__ __forceinline__ u32 staged(int group, int stage) const {
         return full_dq + 8 * (group * Q_STAGES + stage);
     }
 };
-constexpr int PAIR_BARRIERS = 5 + 2 * Q_STAGES;
+constexpr int PAIR_BARRIERS = 5 + (DETERMINISTIC ? 4 : 2) * Q_STAGES;
 
 __device__ __forceinline__ Pair layout_pair(const Memory& m, u32 barriers) {
     Pair pair;
@@ -62,6 +63,7 @@ __device__ __forceinline__ Pair layout_pair(const Memory& m, u32 barriers) {
     pair.weights = SOFTCAP ? m.scores + 3 * SCORE_BYTES : pair.p, pair.other_k = m.dq;
     pair.full_k = barriers, pair.full_p = barriers + 8, pair.own_ds = barriers + 16;
     pair.full_ds = barriers + 24, pair.empty_ds = barriers + 32, pair.full_dq = barriers + 40;
+    pair.added = pair.full_dq + 16 * Q_STAGES, pair.passed = pair.added + 8 * Q_STAGES;
     return pair;
 }
 
@@ -74,6 +76,8 @@ __device__ __forceinline__ void init_barriers(const Memory& m, const Pair& pair)
     init_barrier(pair.full_p, 4), init_barrier(pair.own_ds, 4);                    // a warpgroup's warps'
     init_barrier(pair.empty_ds, 2);                                                // the other's warpgroups'
     for (int i = 0; i < 2 * Q_STAGES; ++i) init_barrier(pair.full_dq + 8 * i, 4);  // a warpgroup's warps'
+    for (int i = 0; DETERMINISTIC && i < Q_STAGES; ++i)
+        init_barrier(pair.added + 8 * i, 2), init_barrier(pair.passed + 8 * i, 1);
     fence_async();
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -359,7 +363,8 @@ __device__ __forceinline__ void load(const Memory& m, const Pair& pair, const Ma
     }
 }
 
-// Where a step's part of dQ lies in the workspace, and who comes before.
+// Where a step's part of dQ lies in the workspace, and who comes before. A turn is that of both of a CTA's
+// parts.
 struct DqPart {
     float* to;
     u32* semaphore;
@@ -370,24 +375,21 @@ __device__ __forceinline__ DqPart dq_part_of(const Call& call, const TileInfo& t
     const int row = at.row(t);
     const i64 workspace_row = at.head * call.rows + find_workspace_row(call, t) + row;
     return {call.dq_accum + workspace_row * HEAD_DIM + block * (SUM_BYTES / 4),
-            call.dq_semaphore + workspace_row / 16 + block, (u32)count_tiles_before(call, t, row)};
+            call.dq_semaphore + workspace_row / 16 + (DETERMINISTIC ? block & ~1 : block),
+            (u32)count_tiles_before(call, t, row)};
 }
 
 // Adds a warpgroup's dQ of a tile to the workspace, step after step; one thread. In a deterministic call it
-// waits for its turn before dQ is there, and passes it on when the addition is complete; meanwhile it looks
-// whether the next turn has come. That look acquires nothing: an addition depends on what it saw, and reads
-// nothing that others wrote.
+// waits for its turn before dQ is there, and says when the addition is complete.
 __device__ __forceinline__ void add_dq(const Memory& m, const Pair& pair, const Call& call, const TileInfo& t,
                                        int group, PipelineState<Q_STAGES>& state) {
-    const int block = 2 * pair.rank + group;
     Steps at = find_steps(call, t);
-    u32 seen = ~0u;
 #pragma unroll 1
     while (at.more(t)) {
-        const DqPart part = dq_part_of(call, t, at, block);
+        const DqPart part = dq_part_of(call, t, at, 2 * pair.rank + group);
         bool first = false;
         if (DETERMINISTIC) {
-            if (seen != part.before) wait_semaphore(part.semaphore, part.before);
+            wait_semaphore(part.semaphore, part.before);
             first = FIRST_STORES && part.before == 0;
         }
         const bool stored = DETERMINISTIC || !FIRST_STORES || is_stored(part.semaphore);
@@ -396,18 +398,32 @@ __device__ __forceinline__ void add_dq(const Memory& m, const Pair& pair, const 
         bring_floats(part.to, m.q + state.stage * ROW_BYTES + group * SUM_BYTES, SUM_BYTES, first);
         wait_additions_read();
         arrive(m.empty_q + 8 * state.stage);
+        if (DETERMINISTIC) {
+            wait_barrier(pair.passed + 8 * state.stage, state.parity ^ 1);
+            wait_additions();
+            arrive(pair.added + 8 * state.stage);
+        }
         at.next(call, t), state.next();
-        if (DETERMINISTIC || first) {
-            if (DETERMINISTIC && at.more(t))
-                asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];"
-                             : "=r"(seen)
-                             : "l"(dq_part_of(call, t, at, block).semaphore)
-                             : "memory");
+        if (!DETERMINISTIC && first) {
             wait_additions();
             release_semaphore(part.semaphore);
         }
     }
     wait_additions();  // shared memory must not go before it is read
+}
+
+// Passes on the turns of a tile's steps, each when both parts of dQ are added; one thread. Its fence is the
+// only one of a step, and no addition waits for it: it adds nothing itself, and what it has seen to be added,
+// by a barrier, its release covers, too.
+__device__ __forceinline__ void pass_turns(const Pair& pair, const Call& call, const TileInfo& t,
+                                           PipelineState<Q_STAGES>& state) {
+#pragma unroll 1
+    for (Steps at = find_steps(call, t); at.more(t); at.next(call, t), state.next()) {
+        u32* const semaphore = dq_part_of(call, t, at, 2 * pair.rank).semaphore;
+        wait_barrier(pair.added + 8 * state.stage, state.parity);
+        release_semaphore(semaphore);
+        arrive(pair.passed + 8 * state.stage);
+    }
 }
 
 // Takes a tile from the list for both CTAs; one thread. A cluster also makes a fetch that gives it none, so
@@ -467,6 +483,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                 if (PERSISTENT && pair.rank == 0) take_tile(call, tiles[number % 2 ^ 1]);
             } else if (threadIdx.x == 32 || threadIdx.x == 64) {
                 add_dq(m, pair, call, tile, threadIdx.x / 32 - 1, dq);
+            } else if (DETERMINISTIC && threadIdx.x == 96) {
+                pass_turns(pair, call, tile, dq);
             }
             if (CLUSTER_SPLIT > 1) sync_cluster(), sync_cluster(), sync_cluster();  // of reduce_dk_dv
             sync_cluster();

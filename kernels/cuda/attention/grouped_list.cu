@@ -66,10 +66,12 @@ __device__ __forceinline__ int all_chunks_of(const Call& call, int b) {
 // Tiles of a KV head.
 __device__ __forceinline__ int tiles_of(const Call& call, int b) {
     const int more = call.entries - 1;
-    if (call.paired) return (all_chunks_of(call, b) + more) / call.entries;
     int count = 0;
-    for (int g = 0; g < call.groups; ++g) count += (chunks_of(call, g, b) + more) / call.entries;
-    return count;
+    for (int g = 0; g < call.groups; ++g) {
+        const int chunks = chunks_of(call, g, b);
+        count += call.paired ? chunks : (chunks + more) / call.entries;
+    }
+    return call.paired ? (count + more) / call.entries : count;
 }
 // The key behind the last that a chunk sees.
 __device__ __forceinline__ int last_key_of(const Call& call, int g, int b, int chunk) {
@@ -159,23 +161,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_grouped_list(const __
         scan(earlier, m.sums);
         base = m.sums[32];
     }
+    const bool is_one = first == last;
     int in_section = 0;
-    if (first == last) {
-        if (threadIdx.x == 0) call.bases[first] = base;
-        in_section = tiles_of(call, first);
-    } else {
-        for (int from = first; from <= last; from += THREADS) {
-            const int b = from + threadIdx.x, count = b <= last ? tiles_of(call, b) : 0;
-            const int at = base + in_section + scan(count, m.sums);
-            in_section += m.sums[32];
-            if (b <= last) call.bases[b] = at;
-        }
+    for (int from = first; from <= last; from += THREADS) {
+        const int b = is_one ? first : from + threadIdx.x, count = b <= last ? tiles_of(call, b) : 0;
+        const int at = base + in_section + (is_one ? 0 : scan(count, m.sums));
+        if (!is_one && b <= last) call.bases[b] = at;
+        in_section += is_one ? count : m.sums[32];
     }
     __syncthreads();  // bases are written
+    const auto base_of = [&](int b) { return b == first ? base : call.bases[b]; };
+    const auto tiles = [&](int b) { return (b == last ? base + in_section : base_of(b + 1)) - base_of(b); };
     const bool is_short = in_section <= SHORT;
     int* const order = is_short ? short_order : call.order + (i64)base * call.entries;
     const auto entries_of = [&](int b, int tile) {
-        return order + (i64)(call.bases[b] - base + tile) * call.entries;
+        return order + (i64)(base_of(b) - base + tile) * call.entries;
     };
     for_items(
         m, first, last, [&](int b) { return all_chunks_of(call, b); },
@@ -191,15 +191,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_grouped_list(const __
                 while (++at % call.entries) entries[at] = -1;  // no rows are left for these
         });
 
-    const auto tiles = [&](int b) { return tiles_of(call, b); };
     const int skipped = units_of(call, first, 0, begin).count;  // of the first sequence, in earlier sections
     const int units = call.heads_kv * call.packs;
-    const int whole_before =
-        base * units + (begin > first * call.heads_kv ? tiles_of(call, first) * skipped : 0);
+    const int whole_before = base * units + (begin > first * call.heads_kv ? tiles(first) * skipped : 0);
     const int tiles_before = whole_before + blockIdx.x * call.last * (LAST_PARTS - 1);
     TileParts* const tile_parts = is_short ? short_tile_parts : call.tile_parts + whole_before;
     const auto parts_of_tile = [&](int b, int tile) -> TileParts& {
-        return tile_parts[call.bases[b] - base + tile];
+        return tile_parts[base_of(b) - base + tile];
     };
 
     // Full parts are what a block has to do on average; what is left of tiles, of many lengths, evens out.
@@ -270,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_grouped_list(const __
         list[i] = t;
     }
     const auto all_entries = [&](int b) {
-        return tiles_of(call, b) * units_of(call, b, begin, end).count * call.entries;
+        return tiles(b) * units_of(call, b, begin, end).count * call.entries;
     };
     for_items(m, first, last, all_entries, [&](int b, int item) {
         const Units own = units_of(call, b, begin, end);

@@ -16,8 +16,8 @@ __device__ __forceinline__ int length_of(const int* bounds, int sequence, int al
     return bounds ? bounds[sequence + 1] - bounds[sequence] : all;
 }
 
-// Sum of x over the threads before this one; `sums[32]` is that over all.
-__device__ __forceinline__ int scan(int x, int* sums) {
+// Sum of x over the threads before this one; `sums[32]` is that over all. A kernel has it once.
+__device__ __noinline__ int scan(int x, int* sums) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int inclusive = x;
 #pragma unroll
@@ -80,33 +80,31 @@ __device__ __forceinline__ void prefetch(const int* word) {
 }
 
 // Calls visit(sequence, i) for each i < count(sequence) of sequences [from, last], in any order. Behind it
-// all threads see what all visits wrote.
+// all threads see what all visits wrote. `visit` stands in it once: a list is made in the time that its
+// instructions take to come.
 template <typename Count, typename Visit>
 __device__ __forceinline__ void for_items(Shared& m, int from, int last, Count count, Visit visit) {
-    if (from == last) {
-        const int items = count(from);
-#pragma unroll 1
-        for (int at = threadIdx.x; at < items; at += THREADS) visit(from, at);
-        __syncthreads();
-        return;
-    }
+    const bool is_one = from == last;
 #pragma unroll 1
     for (; from <= last; from += THREADS) {
-        const int first_step =
-            1 << (31 - __clz(min(last - from, THREADS - 1) | 1));  // power of 2, of sequences
-        const int own = from + threadIdx.x;
-        m.starts[threadIdx.x] = scan(own <= last ? count(own) : 0, m.sums);
-        if (threadIdx.x == 0) m.starts[THREADS] = m.sums[32];
-        __syncthreads();
+        const int first_step = is_one ? 0 : 1 << (31 - __clz(min(last - from, THREADS - 1) | 1));
+        const int own = is_one ? from : from + threadIdx.x;
+        int items = own <= last ? count(own) : 0;
+        if (!is_one) {
+            m.starts[threadIdx.x] = scan(items, m.sums);
+            if (threadIdx.x == 0) m.starts[THREADS] = m.sums[32];
+            __syncthreads();
+            items = m.starts[THREADS];
+        }
 #pragma unroll 1
-        for (int at = threadIdx.x; at < m.starts[THREADS]; at += THREADS) {
+        for (int at = threadIdx.x; at < items; at += THREADS) {
             int low = 0;  // the last sequence that begins at or before `at`
 #pragma unroll 1
-            for (int step = first_step; step; step /= 2)
+            for (int step = first_step; step; step /= 2)  // powers of 2, of sequences
                 if (m.starts[low + step] <= at) low += step;
-            visit(from + low, at - m.starts[low]);
+            visit(from + low, is_one ? at : at - m.starts[low]);
         }
-        __syncthreads();  // starts have been read
+        __syncthreads();  // starts have been read, and what visits wrote is there
     }
 }
 
