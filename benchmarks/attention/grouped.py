@@ -1,28 +1,35 @@
 """Grouped attention, one launch beside separate calls of the same kernels, from CUDA graphs of one call each.
 
     python benchmarks/attention/grouped.py OUT.json [--only WHAT] [--cases TEXT] [--sm-margin N]
+        [--before KERNELS]
 
 Cases are ranks of 8 in zigzag context parallelism (two groups), and 2 to 16 groups of few rows whose prefixes
 end evenly spaced. Heads are query heads / KV heads, of 128 channels, in bfloat16 under a causal mask. "ideal"
 is one call of `kvlab.attention` with as many operations: the rows of all groups on one prefix. Before
 gradients are timed they are compared with those of separate calls, and deterministic ones with themselves.
 Contestants take turns, in another order in each; medians of 5 turns count. WHAT is forward, backward (both
-without it) or bytes: what a forward call reads from memory, by Nsight Compute.
+without it) or bytes: what a forward call reads from memory, by Nsight Compute. With --before the forward's
+kernels of another checkout run in the same loop, by today's launchers: KERNELS is its kernels/cuda.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 import kvlab
+from kvlab.jit.build import build
+from kvlab.jit.launch import load
 from kvlab.lab.benchmark import harness
 from kvlab.lab.benchmark.grouped import bytes_read
 from kvlab.lab.timing_gpu import recorded, time_by_events
+from kvlab.ops.cuda import grouped
 
 Calls = dict[str, Callable[[], Any]]
 Groups = list[tuple[int, int]]  # rows and prefix
@@ -92,6 +99,34 @@ def forward(case: str, sm_margin: int) -> Calls:
     return calls
 
 
+def of_sources(root: Path, call: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a call of one launch whose kernels are built from the sources below `root`; it is made once."""
+    listed = lru_cache(maxsize=None)(grouped._listed.__wrapped__)
+
+    def kernel(name: str, entry: str, macros: tuple[tuple[str, Any], ...], device: int) -> Any:
+        return load(build(name, dict(macros), "sm_90a", root=root), entry, device=device)
+
+    def with_them() -> Any:
+        with mock.patch.object(grouped, "_listed", listed):
+            return call()
+
+    with (
+        mock.patch.object(grouped, "cuda_kernel", kernel),
+        mock.patch.object(grouped, "build", partial(build, root=root)),
+    ):
+        with_them()
+    return with_them
+
+
+def with_before(calls: Calls, root: Path) -> Calls:
+    """Return the calls and those of the kernels before, after a comparison of their bits."""
+    before = {f"{name} before": of_sources(root, calls[name]) for name in ("listed", "paired")}
+    for name, call in before.items():
+        if not all(map(torch.equal, call(), calls[name.removesuffix(" before")]())):
+            raise RuntimeError(f"{name}: other bits")
+    return calls | before
+
+
 def backward(case: str, sm_margin: int) -> Calls:
     (*q, k, v), own = arguments(*CASES[case])
     own["sm_margin"] = sm_margin
@@ -121,13 +156,15 @@ def flat(gradients: tuple[list[Any], Any, Any]) -> list[Any]:
     return [*gradients[0], *gradients[1:]]
 
 
-def measure(kind: str, case: str, sm_margin: int) -> dict[str, Any]:
+def measure(kind: str, case: str, sm_margin: int, root: Path | None) -> dict[str, Any]:
     """Return medians, and how many times faster than separate calls of the same kind each is; or bytes."""
     if kind == "bytes":
         groups, tokens, heads = CASES[case]
         counted, reason = bytes_read(tokens, groups, (*heads, HEAD_DIM), sm_margin)
         return {"kind": kind, "case": case, "counted": counted or {"nothing": reason}}
     calls, stream = {"forward": forward, "backward": backward}[kind](case, sm_margin), torch.cuda.Stream()
+    if root and kind == "forward":
+        calls = with_before(calls, root)
     with torch.cuda.stream(stream):
         graphs = {name: recorded(call, stream=stream) for name, call in calls.items()}
     timings = time_by_events(graphs, repeats=5)
@@ -142,7 +179,7 @@ def measure(kind: str, case: str, sm_margin: int) -> dict[str, Any]:
 
 def cases(given: argparse.Namespace) -> list[harness.Case]:
     return [
-        harness.Case(f"{kind} {case}", partial(measure, kind, case, given.sm_margin))
+        harness.Case(f"{kind} {case}", partial(measure, kind, case, given.sm_margin, given.before))
         for kind in ((given.only,) if given.only else ("backward", "forward"))
         for case in CASES
         if given.cases in case
@@ -154,6 +191,7 @@ def main() -> int:
     parser.add_argument("--only", choices=("forward", "backward", "bytes"))
     parser.add_argument("--cases", default="", help="only those whose names hold this text")
     parser.add_argument("--sm-margin", type=int, default=0, help="multiprocessors left to others")
+    parser.add_argument("--before", type=Path, help="kernels/cuda of another checkout, to time it, too")
     return harness.run(parser, cases)
 
 

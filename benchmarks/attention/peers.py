@@ -32,10 +32,11 @@ import torch
 
 import kvlab
 from kvlab.jit.build import build
+from kvlab.jit.launch import load
 from kvlab.lab.benchmark import harness
 from kvlab.lab.benchmark.attention_peers import backward_of, peers
 from kvlab.lab.timing_gpu import recorded, time_by_events
-from kvlab.ops.cuda import attention, attention_backward, attention_sm90
+from kvlab.ops.cuda import attention, attention_backward, attention_sm90, tile_list
 
 Call = Callable[[], Any]
 LOOP_SECONDS, PAUSE_CYCLES = 0.8e-3, 190_000  # of a turn; of the GPU, for each call of a turn
@@ -99,8 +100,14 @@ def of_sources(root: Path, module: Any, launcher: Any, call: Call) -> Call:
         with mock.patch.object(module, "_prepare", prepare):
             return call()
 
+    def kernel(name: str, entry: str, macros: tuple[tuple[str, Any], ...], device: int) -> Any:
+        return load(build(name, dict(macros), "sm_90a", root=root), entry, device=device)
+
     attention_backward.plan_of.cache_clear()
-    with mock.patch.object(launcher, "build", partial(build, root=root)):
+    with (
+        mock.patch.object(launcher, "build", partial(build, root=root)),
+        mock.patch.object(tile_list, "cuda_kernel", kernel),
+    ):
         with_them()
     attention_backward.plan_of.cache_clear()
     return with_them
@@ -122,7 +129,10 @@ def forward(case: Case, others: Others) -> dict[str, Call]:
             *flat, cu, cu, n, n, causal=causal
         ).view(q.shape)
     if others.before:
-        calls["kvlab before"] = of_sources(others.before, attention, attention_sm90, ours)
+        calls |= {
+            f"{name} before": of_sources(others.before, attention, attention_sm90, call)
+            for name, call in calls.items()
+        }
     if others.portable:
         calls["kvlab portable"] = partial(ours, False)
     calls |= {name: partial(peer, q, k, v, causal, False) for name, peer in peers("cuda").items()}
