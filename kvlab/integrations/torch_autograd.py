@@ -286,17 +286,42 @@ _record: Any = super(torch.autograd.Function, _Recorded).apply
 # ---- operators
 
 
-def _numbers_of(numbers: Sequence[Any]) -> Numbers:
-    """Return the numbers of an operator as functions have them."""
-    *longest, causal, scale, left, right, softcap, deterministic = numbers
+def _split(inputs: Sequence[Any]) -> tuple[list[torch.Tensor], Numbers]:
+    """Return the tensors of an operator, which come first, and its numbers as functions have them."""
+    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+    *longest, causal, scale, left, right, softcap, deterministic = inputs[len(tensors) :]
     pair = (longest[0], longest[1]) if longest else None
-    return pair, (causal, scale, left, right, softcap), deterministic
+    return tensors, (pair, (causal, scale, left, right, softcap), deterministic)
+
+
+@torch.no_grad()
+def _attend(*inputs: Any) -> Two:
+    tensors, (longest, options, _) = _split(inputs)
+    out, lse = forward.attend(tensors, longest, options, True)
+    return out, lse
+
+
+@torch.no_grad()
+def _attend_backward(dout: torch.Tensor, *inputs: Any) -> Three:
+    (q, k, v, *others), (longest, options, deterministic) = _split(inputs)
+    tensors = q, k, v, dout, *others
+    dq, dk, dv = attention_backward.backward(tensors, longest, options, int(deterministic))
+    return dq, dk, dv
+
+
+def _shapes(q: torch.Tensor, *_: Any) -> Two:
+    *batch, seqlen, heads, _head_dim = q.shape
+    return q.new_empty(q.shape), q.new_empty((*batch, heads, seqlen), dtype=torch.float32)
+
+
+def _backward_shapes(dout: torch.Tensor, *inputs: Any) -> Three:
+    dq, dk, dv = (x.new_empty(x.shape) for x in inputs[:3])
+    return dq, dk, dv
 
 
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: Two) -> None:
-    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
-    ctx.numbers = _numbers_of(inputs[len(tensors) :])
-    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
+    (q, k, v, *bounds), ctx.numbers = _split(inputs)
+    ctx.save_for_backward(q, k, v, *output, *bounds)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
@@ -309,122 +334,28 @@ def _backward(ctx: Any, dout: torch.Tensor | None, _dlse: Any) -> tuple[Any, ...
     return *_gradients(ctx.numbers, (q, k, v, dout, *others)), *behind
 
 
-# ---- fixed length
+def _operators(name: str, bounds: str = "", longest: str = "") -> tuple[Any, Any]:
+    """Return the operator that attends and that of its gradients; parameters of variable length are given."""
+    options = (
+        f"{longest}bool causal, float? scale, SymInt left, SymInt right, float softcap, bool deterministic"
+    )
+    qkv, two = "Tensor q, Tensor k, Tensor v, ", "Tensor out, Tensor lse, "
+    attend = torch.library.custom_op(
+        f"kvlab::{name}", _attend, mutates_args=(), schema=f"({qkv}{bounds}{options}) -> (Tensor, Tensor)"
+    )
+    backward = torch.library.custom_op(
+        f"kvlab::{name}_backward", _attend_backward, mutates_args=(),
+        schema=f"(Tensor dout, {qkv}{two}{bounds}{options}) -> (Tensor, Tensor, Tensor)",
+    )  # fmt: skip
+    attend.register_fake(_shapes)
+    backward.register_fake(_backward_shapes)
+    attend.register_autograd(_backward, setup_context=_set_up)
+    return attend, backward
 
 
-def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    scale: float | None,
-    left: int,
-    right: int,
-    softcap: float,
-    deterministic: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = forward.attend((q, k, v), None, (causal, scale, left, right, softcap), True)
-    return out, lse
-
-
-def _attend_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    causal: bool,
-    scale: float | None,
-    left: int,
-    right: int,
-    softcap: float,
-    deterministic: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    options = causal, scale, left, right, softcap
-    dq, dk, dv = attention_backward.backward((q, k, v, dout, out, lse), None, options, int(deterministic))
-    return dq, dk, dv
-
-
-_attention = torch.library.custom_op("kvlab::attention", torch.no_grad()(_attend), mutates_args=())
-_attention_backward = torch.library.custom_op(
-    "kvlab::attention_backward", torch.no_grad()(_attend_backward), mutates_args=()
+_attention, _attention_backward = _operators("attention")
+_varlen, _varlen_backward = _operators(
+    "attention_varlen",
+    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, ",
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, ",
 )
-
-
-@_attention.register_fake
-def _shapes(q: torch.Tensor, *_: Any) -> Two:
-    batch, seqlen, heads, _head_dim = q.shape
-    return q.new_empty(q.shape), q.new_empty((batch, heads, seqlen), dtype=torch.float32)
-
-
-@_attention_backward.register_fake
-def _backward_shapes(dout: torch.Tensor, *inputs: Any) -> Three:
-    dq, dk, dv = (x.new_empty(x.shape) for x in inputs[:3])
-    return dq, dk, dv
-
-
-_attention.register_autograd(_backward, setup_context=_set_up)
-
-
-# ---- variable length
-
-
-def _attend_varlen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    causal: bool,
-    scale: float | None,
-    left: int,
-    right: int,
-    softcap: float,
-    deterministic: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    options, longest = (causal, scale, left, right, softcap), (max_seqlen_q, max_seqlen_k)
-    out, lse = forward.attend((q, k, v, cu_seqlens_q, cu_seqlens_k), longest, options, True)
-    return out, lse
-
-
-def _attend_varlen_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    causal: bool,
-    scale: float | None,
-    left: int,
-    right: int,
-    softcap: float,
-    deterministic: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    options, longest = (causal, scale, left, right, softcap), (max_seqlen_q, max_seqlen_k)
-    tensors = q, k, v, dout, out, lse, cu_seqlens_q, cu_seqlens_k
-    dq, dk, dv = attention_backward.backward(tensors, longest, options, int(deterministic))
-    return dq, dk, dv
-
-
-_varlen = torch.library.custom_op("kvlab::attention_varlen", torch.no_grad()(_attend_varlen), mutates_args=())
-_varlen_backward = torch.library.custom_op(
-    "kvlab::attention_varlen_backward", torch.no_grad()(_attend_varlen_backward), mutates_args=()
-)
-
-
-@_varlen.register_fake
-def _varlen_shapes(q: torch.Tensor, *_: Any) -> Two:
-    total, heads, _head_dim = q.shape
-    return q.new_empty(q.shape), q.new_empty((heads, total), dtype=torch.float32)
-
-
-_varlen_backward.register_fake(_backward_shapes)
-_varlen.register_autograd(_backward, setup_context=_set_up)
