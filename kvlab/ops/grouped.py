@@ -249,8 +249,8 @@ def grouped_attention_varlen(
         q_groups, k, v, cu_seqlens_q_groups, prefix_lens, cu_seqlens_k, segment_table, into
     )
     if (segment_table is None) != (segment_len is None):
-        given, missing = ("segment_len", "segment_table")[:: 1 if segment_table is None else -1]
-        raise ValueError(f"{missing}=None, but {given} is given: pass both, or neither")
+        one, other = ("segment_len", "segment_table")[:: 1 if segment_table is None else -1]
+        raise ValueError(f"{other}=None, but {one} is given: pass both, or neither")
     return_lse = flag(return_lse, "return_lse") or into is not None
     call, addresses = call_of(
         _FORWARD, arrays, flag(causal, "causal"), None if scale is None else number(scale, "scale"),
@@ -274,8 +274,8 @@ def _check_into(into: Any, q_groups: Any) -> None:
         return
     if not isinstance(into, tuple | list) or len(into) != 2:
         raise TypeError(f"into must be a tuple of two lists, outs and lses, got {type(into).__name__}")
-    for i, given in enumerate(into):
-        check_groups(f"into[{i}]", given, q_groups)
+    for i, part in enumerate(into):
+        check_groups(f"into[{i}]", part, q_groups)
 
 
 @lru_cache(maxsize=1024)
@@ -302,12 +302,11 @@ def call_of(
     return_lse: bool = True,
 ) -> tuple[GroupedCall, list[int]]:
     """Check a call, and choose who computes it; also return the addresses of arrays on a GPU."""
-    for name, given in (
-        ("q_groups", arrays.q_groups), ("cu_seqlens_q_groups", arrays.cu_q),
-        ("prefix_lens", arrays.prefix_lens),
-    ):  # fmt: skip
-        check_groups(name, given, given if name == "q_groups" else arrays.q_groups)
-    _check_into(arrays.into, arrays.q_groups)
+    groups = arrays.q_groups
+    check_groups("q_groups", groups, groups)
+    check_groups("cu_seqlens_q_groups", arrays.cu_q, groups)
+    check_groups("prefix_lens", arrays.prefix_lens, groups)
+    _check_into(arrays.into, groups)
     if implementation is not None:
         choice(implementation, "implementation", IMPLEMENTATIONS)
     for value, name in zip(longest, ("max_seqlen_q", "max_seqlen_k"), strict=True):
@@ -315,21 +314,20 @@ def call_of(
             whole_number(value, name, 0, LONGEST)
     check_backend(backend)
     kinds, addresses = kinds_of(*arrays.named())
-    groups = len(arrays.q_groups)
     return _checked(
-        operation, kinds, groups, causal, scale, implementation, longest, sm_margin, backend, segment_len,
-        return_lse, arrays.into is not None,
+        operation, kinds, len(groups), causal, scale, implementation, longest, sm_margin, backend,
+        segment_len, return_lse, arrays.into is not None,
     ), addresses  # fmt: skip
 
 
-def check_groups(name: str, given: Any, q_groups: Any) -> None:
+def check_groups(name: str, arrays: Any, q_groups: Any) -> None:
     """Refuse what is no list of arrays, or not one for each group."""
-    if not isinstance(given, list | tuple):
-        raise TypeError(f"{name} must be a list or tuple of arrays, got {type(given).__name__}")
-    if not 1 <= len(given) <= MAX_GROUPS:
-        raise ValueError(f"{name} has {len(given)} groups: it must have 1 to {MAX_GROUPS}")
-    if len(given) != len(q_groups):
-        raise ValueError(f"{name} has {len(given)} groups, q_groups {len(q_groups)}: pass equally many")
+    if not isinstance(arrays, list | tuple):
+        raise TypeError(f"{name} must be a list or tuple of arrays, got {type(arrays).__name__}")
+    if not 1 <= len(arrays) <= MAX_GROUPS:
+        raise ValueError(f"{name} has {len(arrays)} groups: it must have 1 to {MAX_GROUPS}")
+    if len(arrays) != len(q_groups):
+        raise ValueError(f"{name} has {len(arrays)} groups, q_groups {len(q_groups)}: pass equally many")
 
 
 _PATTERNS: dict[str, tuple[str, ...]] = {
@@ -386,7 +384,7 @@ def _checked(
         )
     total_k = sizes["total_k"] if segment_len is None else sizes["max_segments"] * segment_len
     totals = max(sizes[f"rows {g}"] for g in range(groups)), total_k
-    max_seqlens = [total if given is None else given for given, total in zip(longest, totals, strict=True)]
+    max_seqlens = [total if most is None else most for most, total in zip(longest, totals, strict=True)]
     scores = scores_of(sizes["D"], (causal, scale, -1, -1, 0.0))
     return GroupedCall(
         row,

@@ -128,8 +128,8 @@ def grouped_attention_varlen_backward(
         implementation, (max_seqlen_q, max_seqlen_k), whole_number(sm_margin, "sm_margin", 0, LONGEST),
         backend,
     )  # fmt: skip
-    for name, given in (("douts", douts), ("outs", outs), ("lses", lses)):
-        check_groups(name, given, q_groups)
+    for name, results in (("douts", douts), ("outs", outs), ("lses", lses)):
+        check_groups(name, results, q_groups)
     kinds, of_results = kinds_of([*douts, *outs, *lses], names_of_results(call.groups))
     _check_results(call, kinds)
     gradients: tuple[list[ArrayT], ArrayT, ArrayT] = call.row.launch(

@@ -234,9 +234,9 @@ def test_codes_at_every_border(bits: int, scale: float) -> None:
     expected = [bisect.bisect_right(borders.tolist(), Fraction(float(value)) * inverse) for value in y]
     values = np.concatenate([y, np.zeros(32, np.float32)])
     rows, table = cpu_codec.tables_of_borders(borders)
-    codes, places = np.empty((2, len(y) + 32), np.uint8), np.empty(len(values), np.uint16)
+    codes, indices = np.empty((2, len(y) + 32), np.uint8), np.empty(len(values), np.uint16)
     of_group, scales = (len(values), 1, len(y), len(y)), np.array([scale], np.float32)
     assert len(y) % 2 == 1  # a block of one element, whose factor is 1
-    cpu_units.count_borders(values, *of_group, scales, unit, rows, table, places, codes[0])
+    cpu_units.count_borders(values, *of_group, scales, unit, rows, table, indices, codes[0])
     cpu_units.look_up_in_float64(values, 0, len(y), scales[0], unit, table, codes[1], 0)
     assert codes[:, : len(y)].tolist() == [expected, expected]

@@ -43,31 +43,29 @@ from .tiles import (
 
 
 @helper
-def _write_panel(
-    totals, row_max, row_sum, place, head, group, row, rows, dtype, line, rest, out16, out32, lse
-):
+def _write_panel(totals, row_max, row_sum, seq, head, group, row, rows, dtype, line, rest, out16, out32, lse):
     """Write out and lse of a panel: 0 and -inf for rows that saw no key."""
     channels = out16.shape[3] + out32.shape[3]
     for lane in range(min(PANEL, rows - row)):
-        position, own = place[1] + (row + lane) // group, head * group + (row + lane) % group
+        position, own = seq[1] + (row + lane) // group, head * group + (row + lane) % group
         factor = 0.0 if row_sum[lane] == 0 else 1.0 / np.float64(row_sum[lane])
         for channel in range(channels):
             line[channel] = totals[channel * PANEL + lane] * factor
         store_values(
-            line, dtype, out16[place[0], position, own], out32[place[0], position, own], 0, channels, rest
+            line, dtype, out16[seq[0], position, own], out32[seq[0], position, own], 0, channels, rest
         )
         log = MINUS_INFINITY
         if row_sum[lane] != 0:
             log = np.float32(np.float64(row_max[lane]) / LOG2_E + math.log(row_sum[lane]))
-        lse[place[0], own, position] = log
+        lse[seq[0], own, position] = log
 
 
 @helper
-def _mask_by_limits(limits, place, group, row, rows, key, first, last):
+def _mask_by_limits(limits, seq, group, row, rows, key, first, last):
     """Do what `mask_of` does, for rows that see as many keys as `limits` says."""
     some = False
     for lane in range(PANEL):
-        high = limits[place[1] + min(row + lane, rows - 1) // group] - 1 - key
+        high = limits[seq[1] + min(row + lane, rows - 1) // group] - 1 - key
         first[lane], last[lane] = 0, max(-1, min(high, KEYS))
         some |= high < KEYS - 1
     return some
@@ -82,12 +80,12 @@ _SIGNATURE = types.void(
 
 @njit(_SIGNATURE, error_model="numpy", nogil=True, cache=True)
 def attend(
-    counter, items, places, limits, q, k, v, dtype, group, left, right, sign, scale_log2, rate, softcap,
+    counter, items, seq_info, limits, q, k, v, dtype, group, left, right, sign, scale_log2, rate, softcap,
     out, lse,
 ):  # fmt: skip
     """Attend all items: what one thread does, taking items from the counter until none is left.
 
-    items (n, 3): sequence, KV head, block of PANELS * PANEL query rows. places (sequences, 5): row of the
+    items (n, 3): sequence, KV head, block of PANELS * PANEL query rows. seq_info (sequences, 5): row of the
     batch, first query position and their number, first key and their number. q, k, v, out: each (16-bit,
     32-bit) arrays (batch, seqlen, heads, head_dim), of which the one that does not apply is empty; dtype as
     in `elements`. A row at position p sees the keys p - left to p + right. Scores are sign * <q, k>, sign
@@ -108,32 +106,32 @@ def attend(
     sums, exponents = np.empty(LANES, np.float64), np.empty(LANES, np.float32)
     item = take_number(counter)
     while item < items.shape[0]:
-        place, head = places[items[item, 0]], items[item, 1]
-        start, rows = items[item, 2] * PANELS * PANEL, place[2] * group
+        seq, head = seq_info[items[item, 0]], items[item, 1]
+        start, rows = items[item, 2] * PANELS * PANEL, seq[2] * group
         panels = min(PANELS, (rows - start + PANEL - 1) // PANEL)
         for p in range(panels):
-            read_panel(q[0], q[1], dtype, place, head, group, start + p * PANEL, rows, sign, line, queries[p])
+            read_panel(q[0], q[1], dtype, seq, head, group, start + p * PANEL, rows, sign, line, queries[p])
             for i in range(PANEL):
                 row_max[p, i], row_sum[p, i] = LOWEST, 0
             for i in range(width * PANEL):
                 totals[p, i] = 0
-        behind = place[4] - place[2]
+        behind = seq[4] - seq[2]
         low = max(start // group + behind - left, 0)
         bottom = (min(start + panels * PANEL, rows) - 1) // group
-        high = min(bottom + behind + right + 1, place[4])
+        high = min(bottom + behind + right + 1, seq[4])
         if limits.size:
-            low, high = 0, limits[place[1] + bottom]
+            low, high = 0, limits[seq[1] + bottom]
         for key in range(low, high, KEYS):
             keys = min(KEYS, high - key)
             padded = (keys + 3) // 4 * 4
-            read_tile(k[0], k[1], dtype, place, head, key, keys, pitch, keys_tile)
-            read_tile(v[0], v[1], dtype, place, head, key, keys, pitch, values_tile)
+            read_tile(k[0], k[1], dtype, seq, head, key, keys, pitch, keys_tile)
+            read_tile(v[0], v[1], dtype, seq, head, key, keys, pitch, values_tile)
             for p in range(panels):
                 row = start + p * PANEL
                 if limits.size:
-                    hidden = _mask_by_limits(limits, place, group, row, rows, key, first, last)
+                    hidden = _mask_by_limits(limits, seq, group, row, rows, key, first, last)
                 else:
-                    hidden = mask_of(place, group, row, rows, key, left, right, first, last)
+                    hidden = mask_of(seq, group, row, rows, key, left, right, first, last)
                 if first.min() > KEYS - 1 or last.max() < 0:
                     continue
                 multiply(
@@ -154,7 +152,7 @@ def attend(
                 )
         for p in range(panels):
             _write_panel(
-                totals[p], row_max[p], row_sum[p], place, head, group, start + p * PANEL, rows, dtype, line,
+                totals[p], row_max[p], row_sum[p], seq, head, group, start + p * PANEL, rows, dtype, line,
                 rest, out[0], out[1], lse,
             )  # fmt: skip
         item = take_number(counter)

@@ -59,14 +59,14 @@ _ZERO, _ONE, _INFINITY = np.float32(0), np.float32(1), np.float32(np.inf)
 
 
 @helper
-def _read_logs(lse, place, head, group, row, rows, logs):
+def _read_logs(lse, seq, head, group, row, rows, logs):
     """logs (PANEL,) = lse of the rows; +inf, which gives no weight, where there is none."""
     for lane in range(PANEL):
         logs[lane] = _INFINITY
         if row + lane < rows:
-            position, own = place[1] + (row + lane) // group, head * group + (row + lane) % group
-            if lse[place[0], own, position] != MINUS_INFINITY:
-                logs[lane] = lse[place[0], own, position]
+            position, own = seq[1] + (row + lane) // group, head * group + (row + lane) % group
+            if lse[seq[0], own, position] != MINUS_INFINITY:
+                logs[lane] = lse[seq[0], own, position]
 
 
 @helper
@@ -118,17 +118,17 @@ def _probabilities(
 
 
 @helper
-def _find_dpsum(dout, out, dtype, place, head, group, row, rows, line, other, dpsum, slack):
+def _find_dpsum(dout, out, dtype, seq, head, group, row, rows, line, other, dpsum, slack):
     """dpsum (PANEL,) = <dout, out> of the rows, 0 beyond the last; slack: what rounding explains of it."""
     channels = dout[0].shape[3] + dout[1].shape[3]
     part = ROUNDING[dtype]
     for lane in range(PANEL):
         dpsum[lane] = slack[lane] = 0
         if row + lane < rows:
-            position, own = place[1] + (row + lane) // group, head * group + (row + lane) % group
+            position, own = seq[1] + (row + lane) // group, head * group + (row + lane) % group
             load_values(
-                dout[0][place[0], position, own],
-                dout[1][place[0], position, own],
+                dout[0][seq[0], position, own],
+                dout[1][seq[0], position, own],
                 dtype,
                 0,
                 channels,
@@ -136,7 +136,7 @@ def _find_dpsum(dout, out, dtype, place, head, group, row, rows, line, other, dp
                 0,
             )
             load_values(
-                out[0][place[0], position, own], out[1][place[0], position, own], dtype, 0, channels, other, 0
+                out[0][seq[0], position, own], out[1][seq[0], position, own], dtype, 0, channels, other, 0
             )
             total = terms = 0.0
             for channel in range(channels):
@@ -147,60 +147,60 @@ def _find_dpsum(dout, out, dtype, place, head, group, row, rows, line, other, dp
 
 
 @helper
-def _keep_dpsum(dpsum, place, head, group, row, rows, kept):
+def _keep_dpsum(dpsum, seq, head, group, row, rows, kept):
     """Write dpsum of the rows to `kept`."""
     for lane in range(min(PANEL, rows - row)):
-        position, own = place[1] + (row + lane) // group, head * group + (row + lane) % group
-        kept[place[0], own, position] = dpsum[lane]
+        position, own = seq[1] + (row + lane) // group, head * group + (row + lane) % group
+        kept[seq[0], own, position] = dpsum[lane]
 
 
 @helper
-def _slack_of_whole_rows(place, group, row, rows, key, left, right, slack, found):
+def _slack_of_whole_rows(seq, group, row, rows, key, left, right, slack, found):
     """Say whether rows see no key but those of the tile at `key`; found (PANEL,) = their slack, of others 0.
 
     `found` is not written where the first or the last row says that there are none.
     """
-    behind, top, bottom = place[4] - place[2], row // group, (min(row + PANEL, rows) - 1) // group
-    if max(bottom + behind - left, 0) < key or min(top + behind + right, place[4] - 1) >= key + KEYS:
+    behind, top, bottom = seq[4] - seq[2], row // group, (min(row + PANEL, rows) - 1) // group
+    if max(bottom + behind - left, 0) < key or min(top + behind + right, seq[4] - 1) >= key + KEYS:
         return False
     some = False
     for lane in range(PANEL):
         position = (row + lane) // group + behind
-        whole = max(position - left, 0) >= key and min(position + right, place[4] - 1) < key + KEYS
+        whole = max(position - left, 0) >= key and min(position + right, seq[4] - 1) < key + KEYS
         found[lane] = slack[lane] if whole else 0
         some |= whole
     return some
 
 
 @helper
-def _read_dpsum(kept, place, head, group, row, rows, dpsum):
+def _read_dpsum(kept, seq, head, group, row, rows, dpsum):
     for lane in range(PANEL):
         dpsum[lane] = 0
         if row + lane < rows:
-            position, own = place[1] + (row + lane) // group, head * group + (row + lane) % group
-            dpsum[lane] = kept[place[0], own, position]
+            position, own = seq[1] + (row + lane) // group, head * group + (row + lane) % group
+            dpsum[lane] = kept[seq[0], own, position]
 
 
 @helper
-def _write_queries(totals, place, head, group, row, rows, scale, dtype, line, rest, out16, out32):
+def _write_queries(totals, seq, head, group, row, rows, scale, dtype, line, rest, out16, out32):
     channels = out16.shape[3] + out32.shape[3]
     for lane in range(min(PANEL, rows - row)):
-        position, own = place[1] + (row + lane) // group, head * group + (row + lane) % group
+        position, own = seq[1] + (row + lane) // group, head * group + (row + lane) % group
         for channel in range(channels):
             line[channel] = totals[channel * PANEL + lane] * scale
         store_values(
-            line, dtype, out16[place[0], position, own], out32[place[0], position, own], 0, channels, rest
+            line, dtype, out16[seq[0], position, own], out32[seq[0], position, own], 0, channels, rest
         )
 
 
 @helper
-def _write_keys(totals, place, head, key, keys, scale, dtype, line, rest, out16, out32):
+def _write_keys(totals, seq, head, key, keys, scale, dtype, line, rest, out16, out32):
     channels = out16.shape[3] + out32.shape[3]
     for j in range(keys):
-        at = place[3] + key + j
+        at = seq[3] + key + j
         for channel in range(channels):
             line[channel] = totals[(channel // PANEL * KEYS + j) * PANEL + channel % PANEL] * scale
-        store_values(line, dtype, out16[place[0], at, head], out32[place[0], at, head], 0, channels, rest)
+        store_values(line, dtype, out16[seq[0], at, head], out32[seq[0], at, head], 0, channels, rest)
 
 
 @helper
@@ -233,7 +233,7 @@ _KEYS = types.void(*_COMMON, _ROWS, _ROWS, *_NUMBERS, WRITE, WRITE)
 
 @njit(_QUERIES, error_model="numpy", nogil=True, cache=True)
 def backward_queries(
-    counter, items, places, dout, q, k, v, out, lse, dtype, group, left, right, sign, factor, rate,
+    counter, items, seq_info, dout, q, k, v, out, lse, dtype, group, left, right, sign, factor, rate,
     softcap, scale, delta, dq,
 ):  # fmt: skip
     """First pass: dq, and delta (batch, heads, seqlen) for the second; what one thread does.
@@ -253,33 +253,33 @@ def backward_queries(
     ones, nothing = np.ones(PANEL, np.float32), np.empty(0, np.float32)
     item = take_number(counter)
     while item < items.shape[0]:
-        place, head = places[items[item, 0]], items[item, 1]
-        start, rows = items[item, 2] * PANELS * PANEL, place[2] * group
+        seq, head = seq_info[items[item, 0]], items[item, 1]
+        start, rows = items[item, 2] * PANELS * PANEL, seq[2] * group
         panels = min(PANELS, (rows - start + PANEL - 1) // PANEL)
         for p in range(panels):
             row = start + p * PANEL
-            read_panel(q[0], q[1], dtype, place, head, group, row, rows, sign, line, queries[p])
-            read_panel(dout[0], dout[1], dtype, place, head, group, row, rows, _ONE, line, above[p])
-            _read_logs(lse, place, head, group, row, rows, logs[p])
-            _find_dpsum(dout, out, dtype, place, head, group, row, rows, line, other, dpsum[p], slack[p])
+            read_panel(q[0], q[1], dtype, seq, head, group, row, rows, sign, line, queries[p])
+            read_panel(dout[0], dout[1], dtype, seq, head, group, row, rows, _ONE, line, above[p])
+            _read_logs(lse, seq, head, group, row, rows, logs[p])
+            _find_dpsum(dout, out, dtype, seq, head, group, row, rows, line, other, dpsum[p], slack[p])
             for i in range(width * PANEL):
                 totals[p, i] = 0
-        behind = place[4] - place[2]
+        behind = seq[4] - seq[2]
         low = max(start // group + behind - left, 0)
-        high = min((min(start + panels * PANEL, rows) - 1) // group + behind + right + 1, place[4])
+        high = min((min(start + panels * PANEL, rows) - 1) // group + behind + right + 1, seq[4])
         for key in range(low, high, KEYS):
             keys = min(KEYS, high - key)
             padded = (keys + 3) // 4 * 4
-            read_tile(k[0], k[1], dtype, place, head, key, keys, pitch, keys_tile)
-            read_tile(v[0], v[1], dtype, place, head, key, keys, pitch, values_tile)
+            read_tile(k[0], k[1], dtype, seq, head, key, keys, pitch, keys_tile)
+            read_tile(v[0], v[1], dtype, seq, head, key, keys, pitch, values_tile)
             for p in range(panels):
-                hidden = mask_of(place, group, start + p * PANEL, rows, key, left, right, first, last)
+                hidden = mask_of(seq, group, start + p * PANEL, rows, key, left, right, first, last)
                 if first.min() > KEYS - 1 or last.max() < 0:
                     continue
                 multiply(keys_tile, pitch, 1, queries[p], channels, CHUNK, scores, padded, ones, True)
                 multiply(values_tile, pitch, 1, above[p], channels, CHUNK, slopes, padded, ones, True)
                 whole = _slack_of_whole_rows(
-                    place, group, start + p * PANEL, rows, key, left, right, slack[p], marks
+                    seq, group, start + p * PANEL, rows, key, left, right, slack[p], marks
                 )
                 _probabilities(
                     scores, slopes, padded, hidden or padded < KEYS, first, last, keys_tile, pitch,
@@ -288,16 +288,16 @@ def backward_queries(
                 )  # fmt: skip
                 multiply(keys_tile, 1, pitch, slopes, padded, KEYS, totals[p], width, ones, False)
         for p in range(panels):
-            _keep_dpsum(dpsum[p], place, head, group, start + p * PANEL, rows, delta)
+            _keep_dpsum(dpsum[p], seq, head, group, start + p * PANEL, rows, delta)
             _write_queries(
-                totals[p], place, head, group, start + p * PANEL, rows, scale, dtype, line, rest, dq[0], dq[1]
+                totals[p], seq, head, group, start + p * PANEL, rows, scale, dtype, line, rest, dq[0], dq[1]
             )
         item = take_number(counter)
 
 
 @njit(_KEYS, error_model="numpy", nogil=True, cache=True)
 def backward_keys(
-    counter, items, places, dout, q, k, v, lse, delta, dtype, group, left, right, sign, factor, rate,
+    counter, items, seq_info, dout, q, k, v, lse, delta, dtype, group, left, right, sign, factor, rate,
     softcap, scale, dk, dv,
 ):  # fmt: skip
     """Second pass: dk and dv; an item is a sequence, a KV head and a block of TILES * KEYS keys."""
@@ -315,31 +315,31 @@ def backward_keys(
     ones, nothing = np.ones(PANEL, np.float32), np.empty(0, np.float32)
     item = take_number(counter)
     while item < items.shape[0]:
-        place, head = places[items[item, 0]], items[item, 1]
-        begin, rows = items[item, 2] * TILES * KEYS, place[2] * group
-        end = min(begin + TILES * KEYS, place[4])
+        seq, head = seq_info[items[item, 0]], items[item, 1]
+        begin, rows = items[item, 2] * TILES * KEYS, seq[2] * group
+        end = min(begin + TILES * KEYS, seq[4])
         tiles = (end - begin + KEYS - 1) // KEYS
         for t in range(tiles):
             key = begin + t * KEYS
             keys = min(KEYS, end - key)
-            read_tile(k[0], k[1], dtype, place, head, key, keys, pitch, keys_tiles[t])
-            read_tile(v[0], v[1], dtype, place, head, key, keys, pitch, values_tiles[t])
+            read_tile(k[0], k[1], dtype, seq, head, key, keys, pitch, keys_tiles[t])
+            read_tile(v[0], v[1], dtype, seq, head, key, keys, pitch, values_tiles[t])
             for i in range(blocks * KEYS * PANEL):
                 keys_totals[t, i] = values_totals[t, i] = 0
-        behind = place[4] - place[2]
+        behind = seq[4] - seq[2]
         low = max(begin - right - behind, 0) * group
-        high = min(end + left - behind, place[2]) * group
+        high = min(end + left - behind, seq[2]) * group
         for row in range(low, high, PANEL):
-            read_panel(q[0], q[1], dtype, place, head, group, row, rows, sign, line, queries)
-            read_panel(dout[0], dout[1], dtype, place, head, group, row, rows, _ONE, line, above)
+            read_panel(q[0], q[1], dtype, seq, head, group, row, rows, sign, line, queries)
+            read_panel(dout[0], dout[1], dtype, seq, head, group, row, rows, _ONE, line, above)
             _turn(queries, channels, query_squares)
             _turn(above, channels, above_squares)
-            _read_logs(lse, place, head, group, row, rows, logs)
-            _read_dpsum(delta, place, head, group, row, rows, dpsum)
+            _read_logs(lse, seq, head, group, row, rows, logs)
+            _read_dpsum(delta, seq, head, group, row, rows, dpsum)
             for t in range(tiles):
                 key = begin + t * KEYS
                 padded = (min(KEYS, end - key) + 3) // 4 * 4
-                hidden = mask_of(place, group, row, rows, key, left, right, first, last)
+                hidden = mask_of(seq, group, row, rows, key, left, right, first, last)
                 if first.min() > KEYS - 1 or last.max() < 0:
                     continue
                 multiply(keys_tiles[t], pitch, 1, queries, channels, CHUNK, scores, padded, ones, True)
@@ -354,6 +354,6 @@ def backward_keys(
         for t in range(tiles):
             key = begin + t * KEYS
             keys = min(KEYS, end - key)
-            _write_keys(keys_totals[t], place, head, key, keys, scale, dtype, line, rest, dk[0], dk[1])
-            _write_keys(values_totals[t], place, head, key, keys, _ONE, dtype, line, rest, dv[0], dv[1])
+            _write_keys(keys_totals[t], seq, head, key, keys, scale, dtype, line, rest, dk[0], dk[1])
+            _write_keys(values_totals[t], seq, head, key, keys, _ONE, dtype, line, rest, dv[0], dv[1])
         item = take_number(counter)

@@ -93,7 +93,7 @@ def quantize_rows(
     for task in prange((rows + _BLOCKS * block - 1) // (_BLOCKS * block)):
         values = np.empty(block * groups * stride + STEP, np.float32)
         squares = np.empty(stride, np.float32)
-        places = np.empty(stride + LANES, np.uint16)
+        indices = np.empty(stride + LANES, np.uint16)
         codes = np.empty(block * n + STEP, np.uint8)
         stats = np.zeros((4, of_groups), np.float32)
         words = np.empty((2, of_groups), np.uint16)
@@ -112,7 +112,7 @@ def quantize_rows(
             find_scales(codec, top, half_levels, stats, block_rows * groups, words)
             if codec == HADAMARD:
                 count_borders(
-                    values, stride, block_rows, n, group, stats[2], unit, borders, table, places, codes
+                    values, stride, block_rows, n, group, stats[2], unit, borders, table, indices, codes
                 )
             for k in range(block_rows * groups):
                 first = k % groups * group

@@ -334,15 +334,13 @@ def sharpen_softmax(
 
 
 @helper
-def read_panel(x16, x32, dtype, place, head, group, row, rows, sign, line, queries):
+def read_panel(x16, x32, dtype, seq, head, group, row, rows, sign, line, queries):
     """queries (channels, PANEL) = sign * q of the rows from `row` on; 0 beyond the last of `rows`."""
     channels = x16.shape[3] + x32.shape[3]
     for lane in range(PANEL):
         if row + lane < rows:
-            position, own = place[1] + (row + lane) // group, head * group + (row + lane) % group
-            load_values(
-                x16[place[0], position, own], x32[place[0], position, own], dtype, 0, channels, line, 0
-            )
+            position, own = seq[1] + (row + lane) // group, head * group + (row + lane) % group
+            load_values(x16[seq[0], position, own], x32[seq[0], position, own], dtype, 0, channels, line, 0)
             for channel in range(line.size):
                 queries[channel * PANEL + lane] = sign * line[channel]
         else:
@@ -351,25 +349,25 @@ def read_panel(x16, x32, dtype, place, head, group, row, rows, sign, line, queri
 
 
 @helper
-def read_tile(x16, x32, dtype, place, head, key, keys, pitch, tile):
+def read_tile(x16, x32, dtype, seq, head, key, keys, pitch, tile):
     """tile (KEYS, pitch) = the rows of `keys` keys from `key` on; zeros up to the next multiple of 4."""
     channels = x16.shape[3] + x32.shape[3]
     for j in range(keys):
-        at = place[3] + key + j
-        load_values(x16[place[0], at, head], x32[place[0], at, head], dtype, 0, channels, tile, j * pitch)
+        at = seq[3] + key + j
+        load_values(x16[seq[0], at, head], x32[seq[0], at, head], dtype, 0, channels, tile, j * pitch)
     for i in range(keys * pitch, (keys + 3) // 4 * 4 * pitch):
         tile[i] = 0
 
 
 @helper
-def mask_of(place, group, row, rows, key, left, right, first, last):
+def mask_of(seq, group, row, rows, key, left, right, first, last):
     """first, last (PANEL,): which keys of the tile at `key` each row sees; whether any is hidden."""
-    behind = place[4] - place[2]
+    behind = seq[4] - seq[2]
     some = False
     for lane in range(PANEL):
         position = min(row + lane, rows - 1) // group + behind
         low = max(position - left, 0) - key
-        high = min(position + right, place[4] - 1) - key
+        high = min(position + right, seq[4] - 1) - key
         first[lane], last[lane] = max(0, min(low, KEYS)), max(-1, min(high, KEYS))
         some |= low > 0 or high < KEYS - 1
     return some

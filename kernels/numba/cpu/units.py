@@ -188,7 +188,7 @@ def store_mirrored(typing_context, row, index, upper, value, top):
 
 
 @intrinsic
-def store_places(typing_context, row, index, a, b, r, grown, minus_growth, limit):
+def store_indices(typing_context, row, index, a, b, r, grown, minus_growth, limit):
     """Write the integers below 16 products plus limit, as uint16 from 0 to 2 limit - 1."""
 
     def generate(context, builder, signature, arguments):
@@ -213,28 +213,28 @@ def store_places(typing_context, row, index, a, b, r, grown, minus_growth, limit
 
 
 @intrinsic
-def store_entries(typing_context, row, index, table, places, first):
-    """Write the entries of a table of bytes at eight places; as one word, since stores are what is short."""
+def store_entries(typing_context, row, index, table, indices, first):
+    """Write the entries of a table of bytes at eight indices; as one word, since stores are what is short."""
 
     def generate(context, builder, signature, arguments):
-        row, index, table, places, first = arguments
+        row, index, table, indices, first = arguments
         word = ir.IntType(64)
         entries = context.make_array(signature.args[2])(context, builder, table).data
-        source = pointer_to(context, builder, signature.args[3], places, first, ir.IntType(16))
+        source = pointer_to(context, builder, signature.args[3], indices, first, ir.IntType(16))
         result = ir.Constant(word, 0)
         for lane in range(LANES):
-            place = builder.zext(builder.load(builder.gep(source, [_I32(lane)])), word)
-            entry = builder.zext(builder.load(builder.gep(entries, [place])), word)
+            number = builder.zext(builder.load(builder.gep(source, [_I32(lane)])), word)
+            entry = builder.zext(builder.load(builder.gep(entries, [number])), word)
             result = builder.or_(result, builder.shl(entry, ir.Constant(word, 8 * lane)))
         target = pointer_to(context, builder, signature.args[0], row, index, word)
         store_unaligned(builder, result, target)
         return context.get_dummy_value()
 
-    return types.void(row, types.intp, table, places, types.intp), generate
+    return types.void(row, types.intp, table, indices, types.intp), generate
 
 
 @helper
-def count_borders(values, stride, rows, n, group, scales, unit, borders, table, places, codes):
+def count_borders(values, stride, rows, n, group, scales, unit, borders, table, indices, codes):
     """HADAMARD: the codes of rows of n sums of butterflies, in groups that stand `stride` apart in values.
 
     A call takes many groups, since handing over so many arrays costs as much as 32 values do.
@@ -242,7 +242,7 @@ def count_borders(values, stride, rows, n, group, scales, unit, borders, table, 
     scales : float32, of each group; unit : float32, of the codebook
     borders : int8 (positive borders, 32), each in a row of its own; empty if they are too many
     table : uint8 (2 limit), the code of every integer from -limit on
-    places : uint16 (padded group), scratch
+    indices : uint16 (padded group), scratch
     """
     factor, k = unit * rotation_factor(group), 0
     for row in range(rows):
@@ -258,7 +258,7 @@ def count_borders(values, stride, rows, n, group, scales, unit, borders, table, 
                 if borders.size > 0:
                     _count(values, start, count, r, growth, borders, codes, to)
                 else:
-                    _look_up(values, start, count, r, growth, table, places, codes, to)
+                    _look_up(values, start, count, r, growth, table, indices, codes, to)
             else:
                 look_up_in_float64(values, start, count, scale, of_group, table, codes, to)
 
@@ -284,14 +284,14 @@ def _count(values, start, count, r, growth, borders, codes, first):
 
 
 @helper
-def _look_up(values, start, count, r, growth, table, places, codes, first):
+def _look_up(values, start, count, r, growth, table, indices, codes, first):
     limit = np.int16(table.size // 2)
     inverse, grown, minus_growth = splat(r), splat(r * growth), splat(-growth)
     for i in range(0, count, 2 * LANES):
         a, b = load(values, start + i), load(values, start + i + LANES)
-        store_places(places, i, a, b, inverse, grown, minus_growth, limit)
+        store_indices(indices, i, a, b, inverse, grown, minus_growth, limit)
     for i in range(0, count, LANES):
-        store_entries(codes, first + i, table, places, i)
+        store_entries(codes, first + i, table, indices, i)
 
 
 @helper
@@ -301,11 +301,11 @@ def look_up_in_float64(values, start, count, scale, unit, table, codes, first):
     r = np.float64(unit / (scale * factor) if scale > _ZERO else _ZERO)
     for i in range(count):
         product = np.float64(values[start + i] * factor) * r
-        place = np.int64(0)
+        number = np.int64(0)
         if product >= limit:
-            place = limit - 1
+            number = limit - 1
         elif product < -limit:
-            place = -limit
+            number = -limit
         elif product == product:
-            place = np.int64(np.floor(product))
-        codes[first + i] = table[np.uint64(place + limit)]
+            number = np.int64(np.floor(product))
+        codes[first + i] = table[np.uint64(number + limit)]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Views",
     "attend",
-    "attend_places",
+    "attend_sequences",
     "bounds_of",
     "items_of",
     "lay_out",
@@ -45,7 +45,7 @@ class Views(NamedTuple):
     q: NDArray[Any]  # (batch, seqlen_q, num_heads_q, head_dim)
     k: NDArray[Any]  # (batch, seqlen_k, num_heads_kv, head_dim)
     v: NDArray[Any]
-    places: NDArray[np.int64]  # (sequences, 5): row of the batch, first query, number, first key, number
+    seq_info: NDArray[np.int64]  # (sequences, 5): row of the batch, first query, number, first key, number
 
     @property
     def dtype_code(self) -> int:
@@ -62,14 +62,14 @@ def lay_out(q: Any, k: Any, v: Any, sequences: Sequences | None) -> Views:
         views = [x[None] for x in views]
         bounds_q = bounds_of("cu_seqlens_q", sequences.cu_q, sequences.max_q, views[0].shape[1])
         bounds_k = bounds_of("cu_seqlens_k", sequences.cu_k, sequences.max_k, views[1].shape[1])
-        places = np.zeros((len(bounds_q) - 1, 5), np.int64)
-        places[:, 1], places[:, 2] = bounds_q[:-1], np.diff(bounds_q)
-        places[:, 3], places[:, 4] = bounds_k[:-1], np.diff(bounds_k)
+        seq_info = np.zeros((len(bounds_q) - 1, 5), np.int64)
+        seq_info[:, 1], seq_info[:, 2] = bounds_q[:-1], np.diff(bounds_q)
+        seq_info[:, 3], seq_info[:, 4] = bounds_k[:-1], np.diff(bounds_k)
     else:
-        places = np.zeros((len(views[0]), 5), np.int64)
-        places[:, 0] = np.arange(len(views[0]))
-        places[:, 2], places[:, 4] = views[0].shape[1], views[1].shape[1]
-    return Views(views[0], views[1], views[2], places)
+        seq_info = np.zeros((len(views[0]), 5), np.int64)
+        seq_info[:, 0] = np.arange(len(views[0]))
+        seq_info[:, 2], seq_info[:, 4] = views[0].shape[1], views[1].shape[1]
+    return Views(views[0], views[1], views[2], seq_info)
 
 
 def bounds_of(name: str, cu_seqlens: Any, max_seqlen: int, total: int) -> NDArray[np.int64]:
@@ -102,11 +102,13 @@ def attend(q: ArrayT, k: Any, v: Any, sequences: Sequences | None, scores: Score
     lse : float32 array, (batch, num_heads_q, seqlen_q) or (num_heads_q, total_q)
     """
     views = lay_out(q, k, v, sequences)
-    out, lse = attend_places(views, scores, np.empty(0, np.int64), alone=not worth_sharing(views, products=1))
+    out, lse = attend_sequences(
+        views, scores, np.empty(0, np.int64), alone=not worth_sharing(views, products=1)
+    )
     return results_of(q, out, lse, sequences)
 
 
-def attend_places(
+def attend_sequences(
     views: Views, scores: Scores, limits: NDArray[np.int64], *, alone: bool
 ) -> tuple[NDArray[Any], NDArray[np.float32]]:
     """Attend sequences where they lie: out (batch, seqlen_q, num_heads_q, head_dim) and lse.
@@ -119,10 +121,10 @@ def attend_places(
     group = views.q.shape[2] // kv_heads
     out = np.empty(views.q.shape, views.q.dtype)
     lse = np.empty((out.shape[0], out.shape[2], out.shape[1]), np.float32)
-    places = views.places
+    seq_info = views.seq_info
     run_parallel(
         kernels.attend, np.zeros(1, np.int64),
-        items_of(places[:, 2] * group, kv_heads, kernels.PANELS * kernels.PANEL), places, limits,
+        items_of(seq_info[:, 2] * group, kv_heads, kernels.PANELS * kernels.PANEL), seq_info, limits,
         *map(split_by_width, views[:3]), views.dtype_code, group, *score_numbers(scores, kernels.LOG2_E),
         split_by_width(out), lse, alone=alone,
     )  # fmt: skip
@@ -144,7 +146,7 @@ def score_numbers(scores: Scores, unit: float = 1) -> tuple[Any, ...]:
 
 def worth_sharing(views: Views, products: int) -> bool:
     """Say whether a call is long enough for several threads; `products`: pairs of matrix products in it."""
-    cells = int((views.places[:, 2] * views.places[:, 4]).sum())
+    cells = int((views.seq_info[:, 2] * views.seq_info[:, 4]).sum())
     return products * cells * int(views.q.shape[2] * views.q.shape[3]) >= _WORTH_SHARING
 
 

@@ -53,18 +53,18 @@ def attend_backward(
     dq, dk, dv = map(split_by_width, gradients)
     delta = np.empty(logs.shape, np.float32)
     numbers = score_numbers(scores)
-    places, alone = views.places, not worth_sharing(views, products=3)
+    seq_info, alone = views.seq_info, not worth_sharing(views, products=3)
     inputs = [split_by_width(x) for x in (above, *views[:3])]
     run_parallel(
         kernels.backward_queries, np.zeros(1, np.int64),
-        items_of(places[:, 2] * group, kv_heads, kernels.PANELS * kernels.PANEL), places,
+        items_of(seq_info[:, 2] * group, kv_heads, kernels.PANELS * kernels.PANEL), seq_info,
         *inputs, split_by_width(rows_out), logs, views.dtype_code, group, *numbers, np.float32(scores.scale),
         delta, dq, alone=alone,
     )  # fmt: skip
     # Under a causal mask the first keys are the dearest.
     run_parallel(
         kernels.backward_keys, np.zeros(1, np.int64),
-        items_of(places[:, 4], kv_heads, kernels.TILES * kernels.KEYS)[::-1], places,
+        items_of(seq_info[:, 4], kv_heads, kernels.TILES * kernels.KEYS)[::-1], seq_info,
         *inputs, logs, delta, views.dtype_code, group, *numbers, np.float32(abs(scores.scale)), dk, dv,
         alone=alone,
     )  # fmt: skip

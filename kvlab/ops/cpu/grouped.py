@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import like_first, to_numpy_view
-from kvlab.ops.cpu.attention import Views, attend_places, bounds_of, worth_sharing
+from kvlab.ops.cpu.attention import Views, attend_sequences, bounds_of, worth_sharing
 from kvlab.ops.cpu.attention import attend as attend_one
 from kvlab.ops.cpu.attention_backward import attend_backward as backward_of_one
 
@@ -85,23 +85,25 @@ def attend(call: GroupedCall, arrays: GroupedArrays, _addresses: Any) -> tuple[l
     limits = np.empty(0, np.int64)
     if call.implementation == "listed":
         first_row = np.stack([x[:-1] + start for x, start in zip(cu_q, starts, strict=False)])
-        places = np.zeros((rows.size, 5), np.int64)
-        places[:, 1], places[:, 2], places[:, 4] = first_row.ravel(), rows.ravel(), keys.ravel()
-        places[:, 3] = np.tile(cu_k[:-1], len(views))
+        seq_info = np.zeros((rows.size, 5), np.int64)
+        seq_info[:, 1], seq_info[:, 2], seq_info[:, 4] = first_row.ravel(), rows.ravel(), keys.ravel()
+        seq_info[:, 3] = np.tile(cu_k[:-1], len(views))
         own: list[Any] = [slice(*starts[g : g + 2]) for g in range(len(views))]
     else:
         order, limits = _by_keys(rows, keys, call.scores.right == 0)
-        places = np.zeros((rows.shape[1], 5), np.int64)
-        places[:, 2] = rows.sum(axis=0)
-        places[:, 1] = np.cumsum(places[:, 2]) - places[:, 2]
-        places[:, 3], places[:, 4] = cu_k[:-1], keys.max(axis=0)
+        seq_info = np.zeros((rows.shape[1], 5), np.int64)
+        seq_info[:, 2] = rows.sum(axis=0)
+        seq_info[:, 1] = np.cumsum(seq_info[:, 2]) - seq_info[:, 2]
+        seq_info[:, 3], seq_info[:, 4] = cu_k[:-1], keys.max(axis=0)
         own = np.split(np.argsort(order), starts[1:-1])
     # Rows of all groups, and which of them are a group's own.
     q = np.empty((starts[-1], *views[0].shape[1:]), views[0].dtype)
     for place, x in zip(own, views, strict=True):
         q[place] = x
-    all_rows = Views(q[None], k[None], v[None], places)
-    found, logs = attend_places(all_rows, call.scores, limits, alone=not worth_sharing(all_rows, products=1))
+    all_rows = Views(q[None], k[None], v[None], seq_info)
+    found, logs = attend_sequences(
+        all_rows, call.scores, limits, alone=not worth_sharing(all_rows, products=1)
+    )
     first = arrays.q_groups[0]
     return (
         [like_first(found[0][place], first) for place in own],

@@ -84,9 +84,9 @@ def merge_rows(out: Any, lse: Any, rows: Any, new_out: Any, new_lse: Any) -> Non
     new_lse : float32 array, (heads, count)
         The last axes of all arrays are contiguous.
     """
-    given = (out, lse, new_out, new_lse) if isinstance(rows, slice) else (out, lse, new_out, new_lse, rows)
+    arrays = (out, lse, new_out, new_lse) if isinstance(rows, slice) else (out, lse, new_out, new_lse, rows)
     names = ("out", "lse", "new_out", "new_lse", "rows")
-    kinds, addresses = kinds_of(given, names[: len(given)])
+    kinds, addresses = kinds_of(arrays, names[: len(arrays)])
     _prepare_rows(kinds, rows.start or 0 if isinstance(rows, slice) else 0)(addresses)
 
 

@@ -234,13 +234,13 @@ class ListedCall:
         )
         out = CudaView(0, total, (*contiguous_strides(total)[1:], 1), *first[3:])
         of_result = of_call["results"][0]
-        words_of_results, self._given = [], [3 * count + 3] * (call.segment_len is not None)
+        words_of_results, self._unmapped = [], [3 * count + 3] * (call.segment_len is not None)
         for i, g in enumerate(present if merges else present[:1]):
             into, lse_head = out, sum(rows)
             if merges:
                 out_index, lse_index = (len(call.names) - at + g for at in (2 * count, count))
                 into, lse_head = call.views[out_index], call.views[lse_index].strides[0]
-                self._given += [out_index, lse_index]
+                self._unmapped += [out_index, lse_index]
             strides = out_strides(f"into[0][{g}]", into) | {"lse_head": lse_head}
             for name, stride in strides.items():
                 of_result[name][i] = stride
@@ -274,16 +274,16 @@ class ListedCall:
         """Launch on the current stream of the arrays' library, given their addresses."""
         stream = self._stream()
         mapped = [addresses[index] for index in self._mapped]
-        given = [addresses[index] for index in self._given]
+        unmapped = [addresses[index] for index in self._unmapped]
         if self._new:
             (out, *lse), (out_at, *lse_at) = self._new()
             mapped.append(out_at)
-            given += [out_at, lse_at[0] if lse else 0]
+            unmapped += [out_at, lse_at[0] if lse else 0]
         with self._lock:
             made, at = self._launch_list(addresses, stream)
             self._attend.write(
                 stream, *self._maps.first_words(mapped), at + self._parts_begin, at + self._begins[1], at,
-                at + SEMAPHORE_OFFSET, *given,
+                at + SEMAPHORE_OFFSET, *unmapped,
             )  # fmt: skip
             self._attend.run()
         del made  # stream-ordered: what reuses the memory comes after these launches

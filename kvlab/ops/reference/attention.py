@@ -23,7 +23,7 @@ def attend(q: ArrayT, k: Any, v: Any, sequences: Sequences | None, scores: Score
     wide = [x.astype(np.float64) for x in views[:3]]
     out = np.zeros(views.q.shape, views.q.dtype)
     lse = np.full((out.shape[0], out.shape[2], out.shape[1]), -np.inf, np.float32)
-    for b, q0, rows, k0, keys in views.places.tolist():
+    for b, q0, rows, k0, keys in views.seq_info.tolist():
         visible = reference.visible_keys(rows, keys, window=(scores.left, scores.right))
         own_q, own_k = slice(q0, q0 + rows), slice(k0, k0 + keys)
         one = reference.attend_rows(

@@ -26,7 +26,7 @@ def attend_backward(
     views = lay_out(q, k, v, sequences)
     wide = [x.astype(np.float64) for x in (*views[:3], *beside_q(dout, out, lse, sequences))]
     dq, dk, dv = (np.zeros(x.shape) for x in wide[:3])
-    for b, q0, rows, k0, keys in views.places.tolist():
+    for b, q0, rows, k0, keys in views.seq_info.tolist():
         visible = visible_keys(rows, keys, window=(scores.left, scores.right))
         own_q, own_k = slice(q0, q0 + rows), slice(k0, k0 + keys)
         dq[b, own_q], dk[b, own_k], dv[b, own_k] = reference.backward_rows(

@@ -43,8 +43,8 @@ def attend_backward(
     """Launcher of backend "reference"; arguments as `kvlab.ops.cpu.grouped.attend_backward`."""
     cu_q, cu_k, lens = lengths_of(call, arrays)
     views = [
-        [to_numpy_view(x, f"{name}[{g}]") for g, x in enumerate(given)]
-        for name, given in zip(
+        [to_numpy_view(x, f"{name}[{g}]") for g, x in enumerate(groups)]
+        for name, groups in zip(
             ("douts", "outs", "lses", "q_groups"), (*results[:3], arrays.q_groups), strict=True
         )
     ]
