@@ -4,7 +4,7 @@
 
 As `simulation.py` with the default ladder of the cache, and two rotary pairs of keys are multiplied, and
 those of queries divided, from the first token behind the prompt on. Ratios follow and shifts rise as in the
-cache. A case (an entry of CASES.json, else of `CASES`) is a format of `simulation.py` with
+cache. A case (an entry of CASES.json, else of `CASES`) is a format of `formats.py` with
 
 - `large`: the factors of pairs 29 and 4; left out: plain keys, which the next cases of its budget are held to
 - `frames`: 1 (if left out), stored keys are encoded again where a shift rises; or 2, keys keep the frame in
@@ -29,7 +29,8 @@ from typing import Any
 
 import simulation
 import torch
-from simulation import EVERY, GRID, PROMPT, SCORED, Bench, Cache, Exact, Model, hadamard, on_grid
+from formats import GRID, Cache, hadamard, on_grid
+from simulation import EVERY, PROMPT, SCORED, Bench, Exact, Model
 
 from kvlab.lab.benchmark import harness
 from kvlab.lab.quality.model import load_smollm2

@@ -235,3 +235,31 @@ def check(
         finite = np.isfinite(scores[used])
         assert np.abs(kept[finite] - scores[used][finite]).max(initial=0) < 0.05
     return got
+
+
+def check_scores_as_bytes(
+    q: np.ndarray, pages: LayerPages, softcap: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Compare scores of the last two tokens that are kept as bytes with those kept in float32.
+
+    Returns float32 scores of all quads, those of used ones, and what bytes say of these; -inf: not kept.
+    """
+    whole = attend(packed_cuda, q, pages, keep_scores=2, softcap=softcap)
+    used, (_, seqlen, heads, head_dim) = used_quads(pages), q.shape
+    group = heads // used.shape[1]
+    nbytes = packed_cuda.saved_quad_bytes(2 * group)
+    kept = torch.full((*used.shape, nbytes), 77, dtype=torch.uint8, device="cuda")
+    out, lse = torch.empty_like(whole.out), torch.empty_like(whole.lse)
+    workspace = packed_cuda.make_workspace(out, 4, seqlen * group, head_dim)
+    options = {"scale": head_dim**-0.5, "softcap": softcap, "scores": kept}
+    packed_cuda.attend(to_torch(q), on_device(pages), out, lse, workspace, **options)
+    assert torch.equal(out, whole.out)
+    assert torch.equal(lse, whole.lse)
+    scores, bytes_ = whole.scores.double().cpu().numpy(), kept.cpu().numpy()
+    assert (bytes_[~used] == 77).all()
+    exact, found = scores[used], reference.scores_of_bytes(bytes_, 2 * group)[used]
+    of_kept = np.isfinite(found)
+    assert np.abs(found[of_kept] - exact[of_kept]).max() <= 0.08 * np.log(2)
+    shifted = np.roll(found, 1, -1)[of_kept]  # negative control; what was not kept is infinitely far away
+    assert (np.abs(shifted - exact[of_kept]) > 0.08).mean() > 0.5
+    return scores, exact, found

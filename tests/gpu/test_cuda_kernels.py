@@ -25,13 +25,13 @@ from tests.gpu.packed_cases import (
     MIXED,
     attend,
     check,
+    check_scores_as_bytes,
     draw_pages,
     draw_queries,
     low_precision,
     on_device,
     to_numpy,
     to_torch,
-    used_quads,
 )
 
 WIDTHS = (2, 3, 4, 8, 16)
@@ -83,26 +83,10 @@ def test_scores_kept_as_bytes_are_those_of_float32_rounded(group: int, softcap: 
     pages = draw_pages(18, "bfloat16", 128, LADDERS[ladder], np.array([[20, 9], [0, 33]]))
     size = np.float32(2 if ladder == "widths" else 1).astype(DTYPES["bfloat16"])
     q = draw_queries(18, "bfloat16", 2, 3, 2 * group, 128) * size
-    whole = attend(packed_cuda, q, pages, keep_scores=2, softcap=softcap)
-    used = used_quads(pages)
-    kept = torch.full(
-        (*used.shape, packed_cuda.saved_quad_bytes(2 * group)), 77, dtype=torch.uint8, device="cuda"
-    )
-    out, lse = torch.empty_like(whole.out), torch.empty_like(whole.lse)
-    workspace = packed_cuda.make_workspace(out, 4, 3 * group, 128)
-    options = {"scale": 128**-0.5, "softcap": softcap, "scores": kept}
-    packed_cuda.attend(to_torch(q), on_device(pages), out, lse, workspace, **options)
-    assert torch.equal(out, whole.out)
-    assert torch.equal(lse, whole.lse)
-    exact = whole.scores[torch.from_numpy(used).cuda()].double().cpu().numpy()
-    found = reference.scores_of_bytes(kept.cpu().numpy(), 2 * group)[used]
-    kept_ones = np.isfinite(found)
-    assert kept_ones.sum() > 0.9 * np.isfinite(exact).sum()
-    assert np.abs(found[kept_ones] - exact[kept_ones]).max() <= 0.08 * np.log(2)
-    assert exact[~kept_ones].max(initial=-np.inf) <= exact.max() - 23.8 * np.log(2)
-    shifted = np.roll(found, 1, -1)[kept_ones]  # negative control; what was not kept is infinitely far away
-    assert (np.abs(shifted - exact[kept_ones]) > 0.08).mean() > 0.5
-    assert (kept.cpu().numpy()[~used] == 77).all()
+    _, exact, found = check_scores_as_bytes(q, pages, softcap)
+    kept = np.isfinite(found)
+    assert kept.sum() > 0.9 * np.isfinite(exact).sum()
+    assert exact[~kept].max(initial=-np.inf) <= exact.max() - 23.8 * np.log(2)
 
 
 def test_many_sequences_share_blocks(backend: Any) -> None:

@@ -19,6 +19,7 @@ from tests.gpu.packed_cases import (
     MIXED_PROFILES,
     attend,
     check,
+    check_scores_as_bytes,
     draw_pages,
     draw_queries,
     low_precision,
@@ -114,26 +115,12 @@ def test_kept_scores(softcap: float, size: int, ladder: str) -> None:
     size_of_scores = np.float32(3 if ladder == "widths" else 1).astype(DTYPES["bfloat16"])
     q = draw_queries(18, "bfloat16", 2, 2, 4 * size, 128) * size_of_scores
     check(packed_cuda, q, pages, keep_scores=1, softcap=softcap)
-    whole = attend(packed_cuda, q, pages, keep_scores=2, softcap=softcap)
+    scores, exact, found = check_scores_as_bytes(q, pages, softcap)
     used = used_quads(pages)
-    kept = torch.full(
-        (*used.shape, packed_cuda.saved_quad_bytes(4 * size)), 77, dtype=torch.uint8, device="cuda"
-    )
-    out, lse = torch.empty_like(whole.out), torch.empty_like(whole.lse)
-    workspace = packed_cuda.make_workspace(out, 4, 4 * size, 128)
-    options = {"scale": 128**-0.5, "softcap": softcap, "scores": kept}
-    packed_cuda.attend(to_torch(q), on_device(pages), out, lse, workspace, **options)
-    assert torch.equal(out, whole.out)
-    exact = whole.scores[torch.from_numpy(used).cuda()].double().cpu().numpy()
-    found = reference.scores_of_bytes(kept.cpu().numpy(), 4 * size)[used]
-    kept_ones = np.isfinite(found)
-    of_all = np.where(used[..., None, None], whole.scores.double().cpu().numpy(), -np.inf)
+    of_all = np.where(used[..., None, None], scores, -np.inf)
     near = (of_all > of_all.max(axis=(2, 4), keepdims=True) - 23 * np.log(2))[used]
-    assert kept_ones[near].all()
+    assert np.isfinite(found[near]).all()
     assert near.sum() > 0.4 * np.isfinite(exact).sum()
-    assert np.abs(found[kept_ones] - exact[kept_ones]).max() <= 0.08 * np.log(2)
-    shifted = np.roll(found, 1, -1)[kept_ones]  # negative control; what was not kept is infinitely far away
-    assert (np.abs(shifted - exact[kept_ones]) > 0.08).mean() > 0.5
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "keep_scores": 1}], ids=str)
