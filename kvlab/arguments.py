@@ -284,7 +284,7 @@ def check_names(options: Mapping[str, object], known: Collection[str], of: str) 
     >>> check_names({"nbits": 4}, ["bits", "budget"], "the cache")
     Traceback (most recent call last):
         ...
-    TypeError: nbits=4 is no option of the cache, bits is meant; bits, budget are
+    TypeError: nbits=4 is no option of the cache, bits is meant; options are bits, budget
     """
     for name, value in options.items():
         if name in known:
@@ -292,4 +292,4 @@ def check_names(options: Mapping[str, object], known: Collection[str], of: str) 
         meant = [_ELSEWHERE[name]] if name in _ELSEWHERE else difflib.get_close_matches(name, known, 1)
         hint = f", {meant[0]} is meant" if meant and meant[0] in known else ""
         hint = f" ({_NOT_HERE[name]}: leave it out)" if name in _NOT_HERE else hint
-        raise TypeError(f"{name}={shown(value)} is no option of {of}{hint}; {', '.join(known)} are")
+        raise TypeError(f"{name}={shown(value)} is no option of {of}{hint}; options are {', '.join(known)}")

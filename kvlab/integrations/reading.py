@@ -49,7 +49,8 @@ def read(
         0: padding, left or right. Positions are counted without it, as `generate` does.
     **options
         As for `kvlab.quantized` (`budget`, `bits`, ...). Inside such a block those of the block hold if none
-        is given here.
+        is given here. A fraction as budget is of `plan_length` tokens, 2,048 unless it is given: for a
+        shorter text pass its length, else it has more bytes than the fraction says.
 
     Returns
     -------

@@ -12,7 +12,8 @@
 
 What is left out here: packing codes into words (`kvlab.reference.pages`), positions, several rows, importance
 that is updated as attention is collected, demoting tokens that are stored already, rungs with unlike widths
-for K and V, signs of values before they are rotated, and scales of channels of keys that are too large.
+for K and V or for blocks of channels of K (the default ladder of the cache has such), signs of values before
+they are rotated, and scales of channels of keys that are too large.
 """
 
 from __future__ import annotations

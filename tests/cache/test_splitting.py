@@ -29,7 +29,7 @@ from kvlab.lab.quality.model import Subject
 from kvlab.lab.quality.text import cut_windows
 from kvlab.ops.cpu.page_tokens import decode_tokens
 from kvlab.ops.frame import key_mean
-from kvlab.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE, of_channels
+from kvlab.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE, PageLayout, of_channels
 from kvlab.reference.attention import attention
 from kvlab.reference.codec import hadamard
 from kvlab.reference.pages import value_signs
@@ -305,7 +305,7 @@ def test_parts_of_a_real_prefill_take_equal_bytes_and_cost_little(
 ) -> None:
     measured, at_once, nbytes = splittings
     kl, nbytes_in_parts = measured.measure(size)
-    page = 64 * 2 * measured.model.config.head_dim + 512  # of 8 bits, with steps, positions, importance
+    page = PageLayout(measured.model.config.head_dim, 8, 8, 2).nbytes + PAGE_TABLE_BYTES
     heads = measured.model.config.num_hidden_layers * measured.model.config.num_key_value_heads
     assert abs(nbytes_in_parts - nbytes) <= page * heads
     assert 0 < at_once < 0.02

@@ -295,7 +295,12 @@ def test_once_no_padding_is_left_masks_need_not_be_there(llama: Any, how: str) -
         ("llama", {"bits": (5,)}, ValueError, "bits"),
         ("llama", {"budget": "much"}, ValueError, "budget"),
         ("llama", {"dtype": "int8"}, ValueError, "dtype"),
-        ("llama", {"pages": 3}, TypeError, "pages=3 is no option of the cache; budget, bits, importance"),
+        (
+            "llama",
+            {"pages": 3},
+            TypeError,
+            "pages=3 is no option of the cache; options are budget, bits, importance",
+        ),
         ("llama", {"batch": 2}, TypeError, "batch"),
         (tiny("llama"), {}, TypeError, r"model\.config"),
         (BartConfig(), {}, NotImplementedError, "encoder-decoder"),

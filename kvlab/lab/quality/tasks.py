@@ -19,7 +19,7 @@ from kvlab.lab.quality.divergence import diverge, floor
 from kvlab.lab.quality.free_running import free_run
 from kvlab.lab.quality.measure import Case
 from kvlab.lab.quality.model import Subject
-from kvlab.lab.quality.prompts import KINDS
+from kvlab.lab.quality.prompts import KINDS, Haystack
 from kvlab.lab.quality.recall import recall
 from kvlab.lab.quality.schedule import SCHEDULES
 from kvlab.lab.quality.stress import large_channels, shifted_keys
@@ -95,6 +95,8 @@ def run_tasks(
         raise ValueError(f"tasks: {', '.join(unknown)} not known; supported are {', '.join(TASKS)}")
     texts = cut_windows(subject.text, subject.encode, windows, length + scored + 1)
     run = _Run(subject, cases, length, scored, texts, progress)
+    for name in KINDS.keys() & set(tasks):  # a text that is too short is refused before anything is read
+        run.haystacks(name)
     return {task: run.task(task, bits) for task in tasks}
 
 
@@ -154,15 +156,18 @@ class _Run:
         return {divergence.name: divergence.summary() for divergence in found}
 
     def questions(self, name: str) -> Figures:
-        haystacks = [
-            KINDS[name](self.subject.text[start:], self.subject.encode, self.length, seed=number)
-            for number, start in enumerate(self.texts.starts)
-        ]
+        haystacks = self.haystacks(name)
         full, *found = recall(self.subject.model, haystacks, self.cases, progress=self.progress)
         return {
             answers.name: answers.summary(full) | {"by_depth": answers.by_depth(full)}
             for answers in (full, *found)
         }
+
+    def haystacks(self, name: str) -> list[Haystack]:
+        return [
+            KINDS[name](self.subject.text[start:], self.subject.encode, self.length, seed=number)
+            for number, start in enumerate(self.texts.starts)
+        ]
 
     def free(self) -> Figures:
         figures: Figures = {}

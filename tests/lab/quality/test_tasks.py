@@ -189,3 +189,13 @@ def test_all_tasks_give_figures_for_all_caches(subject: Subject) -> None:
         assert names <= set(found[task])
     with pytest.raises(ValueError, match="neddle not known"):
         run_tasks(subject, cases, ["neddle"])
+
+
+def test_a_text_that_is_too_short_for_a_task_is_refused_before_anything_is_read(subject: Subject) -> None:
+    read: list[str] = []
+    cases = held(subject.model.config, [0.5])
+    with pytest.raises(ValueError, match="haystack of 96 tokens"):
+        run_tasks(
+            subject, cases, ["single", "retrieval"], length=96, scored=8, windows=1, progress=read.append
+        )
+    assert read == []
