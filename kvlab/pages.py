@@ -2,8 +2,8 @@
 
 A page holds up to 16 tokens of one (batch row, layer, KV head), keys at `bits_k` and values at `bits_v` bits.
 Pages of equal widths live in one pool, an array (capacity, bytes of a page), and are known by their index in
-it. Which tokens a page holds is nobody's business but the cache's: a page fills token by token, tokens move
-between slots, and attention does not care for their order.
+it. The cache alone decides which tokens a page holds: a page fills token by token, tokens move between slots,
+and attention does not care for their order.
 
 The bytes mean what `kvlab.reference.pages` says. Here are their offsets (`PageLayout`) and what an attention
 call needs to know of the pages of one layer (`LayerPages`). Tokens are encoded and decoded by

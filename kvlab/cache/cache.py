@@ -32,6 +32,7 @@ from kvlab.cache.runner import Runner
 from kvlab.device import translated_out_of_memory
 from kvlab.errors import FormatError
 from kvlab.pages import LayerPages, named_pages
+from kvlab.sizes import format_size
 
 __all__ = ["MixedPrecisionCache"]
 
@@ -119,6 +120,27 @@ class MixedPrecisionCache(Runner):
     >>> out.shape, cache.seqlen, cache.nbytes <= cache.budget_nbytes
     ((1, 100, 4, 32), 100, True)
     """
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}: {self.num_layers} layers, {self.describe()}"
+
+    def describe(self) -> str:
+        """Return tokens, bytes and bits an element in words.
+
+        Examples
+        --------
+        >>> cache = MixedPrecisionCache(1, 2, 1, 16, bits=8, budget=None)
+        >>> cache.describe()
+        'empty'
+        """
+        if not self.seqlen:
+            return "empty"
+        rows = "" if self.batch == 1 else f"{self.batch} rows of "
+        of, bits = self.nbytes, self.bits_per_element
+        limit = "" if self.budget_nbytes is None else f" of {format_size(self.budget_nbytes)}"
+        dense = format_size(round(of * 16 / bits)) if bits else "0 B"
+        taken = f"{format_size(of)}{limit}, {bits:.1f} bits an element (float16 {dense})"
+        return f"{rows}{self.seqlen} tokens, {taken}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """What pickles are made of: what the cache holds, on the host."""

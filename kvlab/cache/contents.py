@@ -1,4 +1,4 @@
-"""What a cache holds, apart from the memory that it lies in: what files, pickles and other devices get.
+"""The contents of a cache as plain arrays, for files, pickles and other devices.
 
 Pages are listed in the order of the page tables, pool by pool; where they lay in memory is left out. All else
 of a page table is kept: open pages without a token, and fillers, which are the other entries without one. A

@@ -1,4 +1,4 @@
-"""What is fixed of a layer of a cache: the pages of its ladder, its windows, what importance observes."""
+"""The constants of one layer of a cache: pages of its ladder, windows, what importance observes."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ class CacheOptions:
         return tuple(x or 0 for x in of_layers)
 
     @property
-    def turns(self) -> tuple[tuple[float, ...], ...]:
+    def rotary_of_layers(self) -> tuple[tuple[float, ...], ...]:
         """By layer, how far RoPE turns pairs of channels of keys with each token; none: it is not known."""
         rotary: Any = self.rotary or ()
         return tuple(rotary) if rotary and isinstance(rotary[0], tuple) else (rotary,) * self.num_layers
@@ -216,8 +216,8 @@ class CacheOptions:
         Under a budget that never holds a row's first tokens in 16 bits, and a page beside them, no token
         waits: a frame of a few tokens costs far more than profiles bring.
         """
-        if self.frames is not None or self.max_seqlen is None or not any(self.turns):
-            return self.frames is not None or any(self.turns)
+        if self.frames is not None or self.max_seqlen is None or not any(self.rotary_of_layers):
+            return self.frames is not None or any(self.rotary_of_layers)
         budget, tokens = parse_budget(self.budget), (WAITING_PAGES + 1) * TOKENS_PER_PAGE
         if budget.fraction is not None:
             return budget.fraction * max(self.max_seqlen, self.plan_length) >= tokens

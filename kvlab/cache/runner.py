@@ -1,4 +1,4 @@
-"""What a model calls, on any device: steps, checks of their arguments, and when memory is taken."""
+"""Calls of a model (`step`, `append`, `attend`) on any device: checks of arguments, first use of memory."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Runner(CacheOptions):
             factor = mean_factors(turns, self.head_dim, length) if turns else None
             return Layer(pages, self.residual, observed, window, mean_factor=factor)
 
-        layers = [*map(layer_of, ladders, self.windows, self.turns)]
+        layers = [*map(layer_of, ladders, self.windows, self.rotary_of_layers)]
         if self.frames is not None:
             layers = [
                 replace(layer, frame=self.frames.of_layer(i, in_blocks=layer.store.in_blocks))
@@ -134,7 +134,7 @@ class Runner(CacheOptions):
         num_new = views[0].shape[1]
         if num_new == 0:
             out = executor.empty(views[0].shape, views[0].dtype, q)
-        elif device.is_decode(num_new) and device.make_room(layer, num_new):
+        elif device.is_decode(num_new) and device.ensure_open_pages(layer, num_new):
             try:
                 out = device.step(layer, q, views, mask, scale, softcap)
             except (
@@ -173,7 +173,7 @@ class Runner(CacheOptions):
         k, v = self._as_inputs(k, v, valid)
         device, views, mask = self._ready(layer, {"k": k, "v": v}, valid)
         num_new = views[0].shape[1]
-        if device.is_decode(num_new) and device.make_room(layer, num_new):
+        if device.is_decode(num_new) and device.ensure_open_pages(layer, num_new):
             device.append(layer, k, views, mask)
         elif num_new:
             with translated_out_of_memory(f"{num_new} new tokens"):
@@ -253,7 +253,7 @@ class Runner(CacheOptions):
             self._check_out(target)
             if device.lookahead[layer] < num_new:
                 self._reserve(device.lengths[layer] + num_new)
-                if not device.make_room(layer, num_new):
+                if not device.ensure_open_pages(layer, num_new):
                     raise self._holds_no_open_page(layer, num_new)
             device.attend_stored(layer, q, query, target.pointer, scale, softcap)
 

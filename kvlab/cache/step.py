@@ -250,7 +250,7 @@ class DeviceCache:
         """Bytes that a row may take in each layer, with so many new tokens of one."""
         return self.row_budgets_of(self.lengths[layer] + num_new)
 
-    def make_room(self, layer: int, num_new: int) -> bool:
+    def ensure_open_pages(self, layer: int, num_new: int) -> bool:
         """See to open pages for a step; false where bytes are too few, so that a plan takes its tokens in.
 
         Layers that stand alike are planned together. Where pages may have holes all layers are planned in any
@@ -390,7 +390,7 @@ class DeviceCache:
         old, length, source = dict(vars(self)), max(self.lengths), self.store
         now, then = row_budgets_of(length), self.row_budgets_of(length)
         fewer = any(after < before for after, before in zip(now or (), then or (), strict=False))
-        ending = self._without_room_to_wait(row_budgets_of)
+        ending = self._layers_without_waiting_pages(row_budgets_of)
 
         def move(store: DeviceStore) -> None:
             move_rows(source, store, rows, stream)
@@ -412,7 +412,7 @@ class DeviceCache:
         self.reallocator.restart(without_holes=old["reallocator"].without_holes)
         self.waiting.take_rows(old["waiting"], rows)
 
-    def _without_room_to_wait(self, row_budgets_of: RowBudgetsOf) -> list[int]:
+    def _layers_without_waiting_pages(self, row_budgets_of: RowBudgetsOf) -> list[int]:
         """Layers with tokens that wait, for which rows of so many bytes have no pages."""
         if not self.waiting.rows.any():
             return []

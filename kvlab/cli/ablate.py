@@ -16,6 +16,7 @@ from kvlab.cli.options import (
     NumSamples,
     Output,
     emit_json,
+    fraction,
     size,
 )
 
@@ -24,7 +25,12 @@ if TYPE_CHECKING:
 
 
 def command(
-    budget: Annotated[float, typer.Option(help="Fraction of the float16 bytes.")] = 0.5,
+    budget: Annotated[
+        float,
+        typer.Option(
+            parser=fraction, metavar="BUDGET", help="Part of the float16 bytes: 0.3, 30% or 4.8bpe."
+        ),
+    ] = 0.5,
     bits: Annotated[
         str,
         typer.Option(help="Widths, as 2,4,8; default: a cache's own ladder, with profiles if it is packed."),
@@ -66,8 +72,9 @@ def command(
     width does not fit gives the status "infeasible" and the smallest that does. Memory and time are estimated
     first (on standard error); what needs more memory than is available is refused then.
 
-    With --tasks the budget holds at every length, and other caches of about its bytes stand beside it. Tasks,
-    joined by commas: single (tokens behind a prompt of the context length), chunks (of 64), parts-64 and
+    With --tasks the budget holds at every length, and other caches of about its bytes stand beside it; 8
+    windows of text are read, unless --num-samples is given, and memory alone is estimated. Tasks, joined by
+    commas: single (tokens behind a prompt of the context length), chunks (of 64), parts-64 and
     parts-512 (the prompt in parts), short (a first call of 10 tokens; the budget is that of all), retrieval,
     tracking, copying (asked behind the text), outliers, large-outliers (keys with large channels; with -late
     from the end of the prompt on, with -short behind a first call of 10 tokens), shifted (a constant on
@@ -83,7 +90,7 @@ def command(
                 "--tasks reads with a model and packs its cache: leave out --no-bit-packing and "
                 "--num-layers, --num-heads, --num-kv-heads, --head-dim"
             )
-        result = _run_tasks(tasks.split(","), budget, bits, context_length, num_samples or 4, device, text)
+        result = _run_tasks(tasks.split(","), budget, bits, context_length, num_samples, device, text)
         emit_json(result, as_json=as_json, output=output)
         if not as_json:
             _show_tasks(result)
@@ -150,6 +157,8 @@ def _run_tasks(
     from dataclasses import replace
 
     from kvlab.cli.progress import bar
+    from kvlab.lab.ablation.grid import CHUNK, MODELS
+    from kvlab.lab.ablation.memory import refuse_too_large
     from kvlab.lab.quality.cases import held, opponents
     from kvlab.lab.quality.model import load_smollm2, tiny_llama
     from kvlab.lab.quality.tasks import TASKS, run_tasks
@@ -160,13 +169,23 @@ def _run_tasks(
     if unknown := [task for task in tasks if task not in TASKS]:  # before the model is loaded
         raise ValueError(f"--tasks {','.join(unknown)}: not known; supported are {','.join(TASKS)}")
     machine(device.partition(":")[0])  # or an error that says what is missing
-    subject = tiny_llama() if os.environ.get("KVLAB_TINY") == "1" else load_smollm2()
+    tiny = os.environ.get("KVLAB_TINY") == "1"
+    known, scored, windows = MODELS["tiny" if tiny else "smollm2"], min(256, length // 4), windows or 8
+    if length + scored > known.longest:
+        raise ValueError(
+            f"--context-length {length} and {scored} tokens behind it are more than the {known.longest} that "
+            "the model was made for"
+        )
+    read = max(-(-(length + scored) // (2 * CHUNK)) * 2 * CHUNK, known.shortest)
+    case = make_case(budget, "default", read, True, device.partition(":")[0], 1, (None,) * 4)
+    refuse_too_large([case] * 4)  # this cache and three opponents are read beside each other
+    subject = tiny_llama() if tiny else load_smollm2()
     subject.model.to(device)
     if text != "bible":  # a model comes with the book, or with words of its own
         name, read = TEXTS[text]
         subject = replace(subject, text_name=name, text=read())
     config, others = subject.model.config, opponents(subject.model.config, budget)
-    scored, done = min(256, length // 4), 0
+    done = 0
     with bar(f"budget {budget:g}, {1 + len(others)} caches") as tick:
 
         def count(name: str) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from kvlab.cli.options import Json, size
+from kvlab.cli.options import Json, fraction, size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -114,9 +114,9 @@ def command(
 
 def _fractions(text: str) -> tuple[float, ...]:
     try:
-        found = tuple(float(word) for word in text.split(","))
-    except ValueError:
-        raise typer.BadParameter(f"--budgets {text!r}: write fractions, for example 0.2,0.35") from None
+        found = tuple(fraction(word) for word in text.split(","))
+    except typer.BadParameter as error:
+        raise typer.BadParameter(f"--budgets {text!r}: {error}") from None
     if not all(0 < fraction <= 1 for fraction in found) or len(set(found)) < len(found):
         raise typer.BadParameter(f"--budgets {text!r}: every budget lies between 0 and 1, none stands twice")
     return found

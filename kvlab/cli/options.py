@@ -27,6 +27,7 @@ __all__ = [
     "Target",
     "Verbose",
     "emit_json",
+    "fraction",
     "options_named",
     "size",
     "writable",
@@ -71,6 +72,30 @@ def size(text: str) -> int:
         return parse_size(text)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def fraction(budget: str | float) -> float:
+    """Parse a budget on the command line as a part of float16's bytes.
+
+    Examples
+    --------
+    >>> fraction("0.3"), fraction("30%"), fraction("4bpe")
+    (0.3, 0.3, 0.25)
+    """
+    from kvlab.cache.options import parse_budget
+
+    try:
+        try:
+            found = parse_budget(float(budget)).fraction
+        except ValueError:
+            found = parse_budget(budget).fraction
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if found is None:
+        raise typer.BadParameter(
+            f"{budget!r} is bytes; a case is of a part of float16's bytes: write 0.3, 30% or, in bits, 4.8bpe"
+        )
+    return found
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from kvlab.cli.options import (
     NumSamples,
     Output,
     emit_json,
+    fraction,
 )
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ Cases = Annotated[str | None, typer.Option(help="Only these cases, for example 3
 def plan(
     folder: Folder,
     budgets: Annotated[
-        str, typer.Option(help="Fractions of the float16 bytes, separated by spaces.")
+        str, typer.Option(help="Parts of the float16 bytes, as 0.3 or 30%, separated by spaces.")
     ] = "0.2 0.3 0.4 0.5 0.6 0.7",
     bits: Annotated[str, typer.Option(help="Ladders, separated by spaces.")] = "2,3,4,8 4,8 2,4,8",
     contexts: Annotated[
@@ -72,7 +73,7 @@ def plan(
     from kvlab.lab.sweep.manifest import Manifest
     from kvlab.sizes import parse_size
 
-    fractions = [_number(word) for word in _words("budgets", budgets.replace(",", " "))]
+    fractions = [fraction(word) for word in _words("budgets", budgets.replace(",", " "))]
     ladders = _words("bits", bits)
     lengths = [parse_size(word, "contexts") for word in _words("contexts", contexts.replace(",", " "))]
     modes = [_truth(word) for word in _words("packing", packing.replace(",", " "))]
@@ -289,13 +290,6 @@ def _words(option: str, text: str) -> list[str]:
     if not found:
         raise ValueError(f"{option}={text!r} is empty; give at least one value, or leave the option out")
     return found
-
-
-def _number(word: str) -> float:
-    try:
-        return float(word)
-    except ValueError:
-        raise ValueError(f"budgets: {word!r} is no number; write fractions, for example 0.2 0.35") from None
 
 
 def _truth(word: str) -> bool:

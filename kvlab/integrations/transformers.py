@@ -17,7 +17,6 @@ from kvlab.arguments import whole_number
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.errors import needs_extra
 from kvlab.ladder import BITS, Bits
-from kvlab.sizes import format_size
 
 with needs_extra("hf", "kvlab.integrations.transformers"):
     import torch
@@ -126,16 +125,7 @@ class KVLabCache(Cache):
         packed, text = self.packed, f"KVLabCache: {len(self.layers)} layers"
         if stock := self._stock():
             text += f" ({len(stock)} not packed)"
-        if packed is None or not packed.seqlen:
-            return f"{text}, empty"
-        rows = "" if packed.batch == 1 else f"{packed.batch} rows of "
-        of, bits = packed.nbytes, packed.bits_per_element
-        limit = "" if packed.budget_nbytes is None else f" of {format_size(packed.budget_nbytes)}"
-        dense = format_size(round(of * 16 / bits)) if bits else "0 B"
-        return (
-            f"{text}, {rows}{packed.seqlen} tokens, {format_size(of)}{limit}, {bits:.1f} bits an element "
-            f"(float16 {dense})"
-        )
+        return f"{text}, {'empty' if packed is None else packed.describe()}"
 
     @property
     def nbytes(self) -> int:

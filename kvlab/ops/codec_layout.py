@@ -48,7 +48,7 @@ class Layout(NamedTuple):
         return (*self.shape[:-1], size)
 
     @property
-    def turned(self) -> Layout:
+    def transposed(self) -> Layout:
         """The layout of the same array with `axis` moved to the end."""
         shape = (*self.shape[: self.axis], *self.shape[self.axis + 1 :], self.shape[self.axis])
         return self._replace(shape=shape, axis=len(shape) - 1)

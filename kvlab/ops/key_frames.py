@@ -32,7 +32,7 @@ from kvlab.ops.frame import (
 __all__ = ["KeyFrames", "frames_of_layer"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class KeyFrames:
     """The frame of every (layer, KV head) of a model; option `frames` of a cache.
 
@@ -84,6 +84,10 @@ class KeyFrames:
             if table.dtype != dtype or table.shape != shape:
                 raise ValueError(f"{name} must be {dtype} {shape}, got {table.dtype} {table.shape}")
         check_frames({name: getattr(self, name) for name in FRAME})
+
+    def __repr__(self) -> str:
+        layers, heads, head_dim = self.k_mean.shape
+        return f"KeyFrames: {layers} layers, {heads} KV heads of {head_dim} channels"
 
     @classmethod
     def measured(

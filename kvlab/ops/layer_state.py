@@ -1,4 +1,4 @@
-"""What kernels are told of a layer of a cache and of new tokens, on every device: sizes, structs, names.
+"""Structs that describe a layer of a cache and its new tokens to kernels, on every device: sizes and names.
 
 The structs are those of kernels/cuda/pages/state.cuh. A store (kvlab/cache/store.py) lays them down.
 """

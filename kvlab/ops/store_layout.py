@@ -1,4 +1,4 @@
-"""Where everything of a store of a cache lies, on every device: slabs, arenas, tables, states.
+"""The memory layout of the store of a cache: offsets of slabs, arenas, tables and states, on every device.
 
 All of it follows from sizes alone, so stores of the same sizes have one `StoreLayout`: copies of a cache, and
 the beams of one prompt after another. What kernels are told are `LayerState` structs

@@ -1,4 +1,4 @@
-"""Checks of the arguments of the functions of functions.py: what a caller gives, as the calls want it."""
+"""Check the arguments of the functions in functions.py and bring them into the form of their calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Whether ranks together give what one device gives: ``torchrun --nproc_per_node=N -m kvlab.parallel.check``.
+"""Compare results of all ranks with those of one device.
+
+    torchrun --nproc_per_node=N -m kvlab.parallel.check
 
 Every rank draws the same whole input, computes its share with each function of kvlab.parallel, forward and
 backward, and compares its rows with attention of the whole input on its own device. With GPUs, NCCL and

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["followed"]
+__all__ = ["updated_scores"]
 
 Floats = NDArray[np.float32]
 
 
-def followed(
+def updated_scores(
     importance: str,
     previous: Floats,
     observed: Floats,
@@ -36,7 +36,8 @@ def followed(
     Examples
     --------
     >>> ages = np.array([1000, 200, 10])
-    >>> followed("attention", np.float32([1, 1, 1]), np.float32([0, 0, 0]), 1000 - ages, 1000, 0.25, 128)
+    >>> one = np.float32([1, 1, 1])
+    >>> updated_scores("attention", one, 0 * one, 1000 - ages, 1000, 0.25, 128)
     array([0.75, 0.5 , 0.  ], dtype=float32)
     """
     floor = np.float32(least)

@@ -1,6 +1,7 @@
 """The cache against a plain model: a list of tokens per row, and float64 attention over what is held."""
 
 import math
+import re
 import tempfile
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.errors import BudgetError
 from kvlab.ladder import ERRORS
 from kvlab.ops.cpu.page_tokens import decode_tokens
+from kvlab.ops.key_frames import KeyFrames
 from kvlab.ops.layer_state import WAITING_PAGES
 from kvlab.pages import of_channels
 from kvlab.reference.attention import attend_rows
@@ -590,3 +592,18 @@ def test_bad_arrays_name_themselves():
         cache.select(np.array([3]))
     with pytest.raises(TypeError, match="k is on cpu, the cache is on cuda: pass arrays on that GPU"):
         MixedPrecisionCache(1, 2, 2, 64, device="cuda").append(0, *np.ones((2, 1, 3, 2, 64), np.float16))
+
+
+def test_a_cache_and_frames_say_what_they_hold() -> None:
+    cache = MixedPrecisionCache(2, 2, 1, 16, budget=None, bits=(2, 8), batch=3)
+    assert repr(cache) == "MixedPrecisionCache: 2 layers, empty"
+    keys = np.random.default_rng(0).standard_normal((3, 100, 1, 16), np.float32)
+    for layer in range(2):
+        cache.append(layer, keys, keys)
+    assert re.fullmatch(
+        r"MixedPrecisionCache: 2 layers, 3 rows of 100 tokens, [\d.]+ KiB, [\d.]+ bits an element "
+        r"\(float16 37.50 KiB\)",
+        repr(cache),
+    )
+    frames = KeyFrames.measured([(keys, keys, keys)] * 2)
+    assert repr(frames) == "KeyFrames: 2 layers, 1 KV heads of 16 channels"

@@ -24,7 +24,7 @@ from kvlab.ops.packed import packed_attention
 from kvlab.ops.plan import PlanShape, ample_nbytes
 from kvlab.pages import QUAD, TOKENS_PER_PAGE, decode_importance, encode_importance, named_pages
 from kvlab.reference.blocks import KeyFrame, rotate_in_blocks
-from kvlab.reference.importance import followed
+from kvlab.reference.importance import updated_scores
 from kvlab.reference.pages import rotate_keys, rotate_values
 from tests.cache.host.noted import Kernels, view
 
@@ -282,7 +282,7 @@ def test_importance_follows_what_tokens_receive(kernels: Kernels, importance: st
         first = TOKENS_PER_PAGE * (entry % QUAD)
         received = found.scores[row, head, entry // QUAD, :, first : first + count]
         mass = np.exp(received - total[row, head]).mean(0)
-        score = followed(importance, previous, mass, np.minimum(position, 397), 398, take, span)
+        score = updated_scores(importance, previous, mass, np.minimum(position, 397), 398, take, span)
         wanted = np.where(position < 398, encode_importance(score), codes[0])
         difference = np.abs(wanted.astype(int) - codes[1])
         assert difference.max(initial=0) <= 1  # mass is summed in another order

@@ -150,7 +150,7 @@ def test_rotary_is_checked_and_saved(tmp_path: Path) -> None:
         cache.step(layer, q, k + np.float16(1), v)
     cache.save(tmp_path / "cache")
     again = MixedPrecisionCache.load(tmp_path / "cache")
-    assert again.turns == cache.turns == (tuple(ANGLES), ())
+    assert again.rotary_of_layers == cache.rotary_of_layers == (tuple(ANGLES), ())
     again.reset()
     for layer in range(2):
         again.step(layer, q, k + np.float16(1), v)

@@ -12,7 +12,7 @@ from kvlab.ladder import parse_bits
 from kvlab.ops.cpu.exact import attend_exact
 from kvlab.ops.frame import FIRST, LAST, MIN_TOKENS, key_mean
 from kvlab.reference.attention import attend_rows, softmax_rows
-from kvlab.reference.importance import followed
+from kvlab.reference.importance import updated_scores
 
 
 @given(
@@ -103,7 +103,8 @@ def test_key_mean_of_narrow_ladders_makes_no_channel_of_the_first_key_longer(see
 def test_scores_of_tokens_that_nobody_attends_sink():
     rng = np.random.default_rng(2)
     first, positions = rng.random(50, dtype=np.float32), np.arange(50)
-    later = [followed(name, first, 0 * first, positions, 60, 0.1, 32) for name in ("attention", "forecast")]
+    names = "attention", "forecast"
+    later = [updated_scores(name, first, 0 * first, positions, 60, 0.1, 32) for name in names]
     assert (later[1] >= 0).all()
     assert (later[1] <= later[0]).all()
     assert (later[0] <= first).all()

@@ -103,6 +103,21 @@ def test_tasks_print_a_table_each_and_are_known_before_anything_runs(
     assert "neddle: not known" in str(wrong.exception)
     plain = RUNNER.invoke(cli.app(), [*options, "--tasks", "floor", "--no-bit-packing"])
     assert "leave out --no-bit-packing" in str(plain.exception)
+    long = RUNNER.invoke(cli.app(), ["ablate", "--context-length", "8K", "--tasks", "floor"])
+    assert "are more than the" in str(long.exception)
+    monkeypatch.setattr(memory, "memory_available", lambda: 1 << 20)
+    large = RUNNER.invoke(cli.app(), [*options, "--tasks", "floor"])
+    assert isinstance(large.exception, OutOfMemory)
+
+
+@pytest.mark.parametrize("budget", ["40%", "0.4", "6.4bpe"])
+def test_a_budget_is_written_as_everywhere(budget: str, tmp_path: Path) -> None:
+    path = tmp_path / "case.json"
+    options = ["ablate", *GEOMETRY, "--context-length", "256", "--budget", budget, "--output", str(path)]
+    assert RUNNER.invoke(cli.app(), options).exit_code == 0
+    assert json.loads(path.read_text())["config"]["budget"] == 0.4
+    refused = RUNNER.invoke(cli.app(), ["ablate", "--budget", "6GiB"])
+    assert "'6GiB' is bytes" in " ".join(refused.output.split())
 
 
 def test_tasks_read_other_texts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def step(
     device = cache._device
     if device is not None and steps <= 16:  # a step of few tokens that lacks room plans before it attends
         for layer in range(LAYERS):
-            device.make_room(layer, steps)
+            device.ensure_open_pages(layer, steps)
     judged = int(rng.integers(LAYERS)) if compared else -1
     for layer in range(LAYERS):
         # Where bytes are few, a layer may close up the pages of all.

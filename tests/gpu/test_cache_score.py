@@ -24,7 +24,7 @@ from kvlab.ops.packed import mass_from_scores
 from kvlab.pages import decode_importance, encode_importance
 from kvlab.reference import packed as reference
 from kvlab.reference.cache_layer import PAGE, QUAD, UNIT, Layer
-from kvlab.reference.importance import followed
+from kvlab.reference.importance import updated_scores
 from tests.gpu.test_cache_plan import Device
 from tests.planner_simulation import Simulation, draw_tokens, empty_layer, tables_of
 
@@ -254,7 +254,7 @@ def check_following(layer: Layer, after: np.ndarray, mass: np.ndarray, importanc
             stored = positions < length
             at = at + 2 * PAGE + np.flatnonzero(stored)
             old, received = decode_importance(before[at]), mass[pair, e, :n][stored]
-            new = followed(
+            new = updated_scores(
                 importance, old, received, positions[stored], length, *weight_of_collection(0.75, TOKENS)
             )
             assert_close(after[at], encode_importance(new))

@@ -58,7 +58,7 @@ def test_a_cache_has_the_angles_of_its_model() -> None:
     model, cache = AutoModelForCausalLM.from_config(config).eval(), KVLabCache(config, budget=None)
     with torch.no_grad():
         model(torch.arange(30)[None], past_key_values=cache)
-    turns = cache.packed.turns  # type: ignore[union-attr]
+    turns = cache.packed.rotary_of_layers  # type: ignore[union-attr]
     local = [kind == "sliding_attention" for kind in config.layer_types]
     assert [angles[1] for angles in turns] == [1e4**-0.0625 if near else 1e6**-0.0625 for near in local]
     assert 0 < sum(local) < LAYERS

@@ -1,4 +1,4 @@
-"""What a head's frame of keys does to a query: it meets coded keys as they lie in pages.
+"""Bring a query into the frame of a head's keys, so that it multiplies codes directly.
 
 A coded key is H ((k / 2^exponent - mean) / scales), in blocks or not, so <q, k> = <H (q scales), coded key> +
 <q, mean>, where scales, mean and H have the factors below in them. All of them are powers of two, but the

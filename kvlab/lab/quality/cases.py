@@ -62,7 +62,7 @@ def held(
     ]
 
 
-def opponents(config: PreTrainedConfig, budget: float, *, residual: int = 64) -> list[Case]:
+def opponents(config: PreTrainedConfig, budget: float) -> list[Case]:
     """What a budget is compared with: one width for all tokens, without and with a residual window.
 
     Of widths and of splits between K and V those are taken whose codes have at most 16 times `budget` bits an
@@ -78,12 +78,12 @@ def opponents(config: PreTrainedConfig, budget: float, *, residual: int = 64) ->
     most = 16 * budget
     ladders = {
         "one width {}": [(width, width) for width in (2, 3, 4, 8)],
-        f"one width {{}}, residual {residual}": [(width, width) for width in (2, 3, 4, 8)],
+        "one width {}, residual 64": [(width, width) for width in (2, 3, 4, 8)],
         "keys {}, values {}": [(3, 2), (4, 2), (4, 3), (8, 4)],
     }
     found = []
     for name, rungs in ladders.items():
-        window = residual if "residual" in name else 0
+        window = 64 if "residual" in name else 0
         fitting = [rung for rung in rungs if sum(rung) / 2 <= most - (0.6 if window else 0)]
         keys, values = fitting[-1] if fitting else rungs[0]
         bits = (f"k{keys}v{values}",)

@@ -194,20 +194,14 @@ def unused_part(cache: Cache) -> float:
     return 0.0 if packed is None or not limit else 1 - packed.nbytes / limit
 
 
-def floor(model: PreTrainedModel, windows: Windows, schedule: Schedule, *, splits: int = 7) -> Divergence:
-    """What the model's own arithmetic costs: a dense cache in calls of another size, against one of these.
+def floor(model: PreTrainedModel, windows: Windows, schedule: Schedule) -> Divergence:
+    """What the model's own arithmetic costs: a dense cache whose prompt comes in parts, against one of these.
 
     A divergence near it cannot be told from none. In float32 it is about 1e-9, in bfloat16 about .001.
-
-    Parameters
-    ----------
-    model, windows, schedule
-        As for `diverge`.
-    splits : int
-        Tokens of a part of the prompt; results of a dense cache would not depend on it but for rounding.
+    Parameters as for `diverge`.
     """
     found = Divergence("floor of the dtype", "floor", (16.0, 16.0))
-    other = Schedule(schedule.prefill, splits, schedule.scored, schedule.chunk)
+    other = Schedule(schedule.prefill, 7, schedule.scored, schedule.chunk)
     with torch.inference_mode():
         for row in windows.tokens:
             tokens = torch.from_numpy(row[None, : schedule.length]).to(model.device)

@@ -80,15 +80,13 @@ def many_keys(text: str, encode: Encode, length: int, *, keys: int = 10, seed: i
     return _hide(text, encode, length, hidden, asked, [f" {number}" for number in numbers])
 
 
-def variable_tracking(text: str, encode: Encode, length: int, *, chains: int = 4, seed: int = 0) -> Haystack:
-    """Hide chains of two assignments, `X = 12345` and `Y = X`, and ask for the value of each Y.
+def variable_tracking(text: str, encode: Encode, length: int, *, seed: int = 0) -> Haystack:
+    """Hide four chains of two assignments, `X = 12345` and `Y = X`, and ask for the value of each Y.
 
-    Parameters as for `many_keys`; at most 13 chains.
+    Parameters as for `many_keys`.
     """
-    if not 1 <= chains <= 13:
-        raise ValueError(f"chains={chains} must be 1 to 13")
     rng = np.random.default_rng(seed)
-    letters = rng.choice(list("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), (chains, 2), replace=False)
+    letters = rng.choice(list("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), (4, 2), replace=False)
     numbers = [_number(rng) for _ in letters]
     hidden = [f" VAR {x} = {number}." for (x, _), number in zip(letters, numbers, strict=True)]
     hidden += [f" VAR {y} = VAR {x}." for x, y in letters]
@@ -96,11 +94,9 @@ def variable_tracking(text: str, encode: Encode, length: int, *, chains: int = 4
     return _hide(text, encode, length, hidden, asked, [f" {number}" for number in numbers])
 
 
-def copying(text: str, encode: Encode, length: int, *, words: int = 12, seed: int = 0) -> Haystack:
-    """Hide a list of random words and ask for all of it behind its first word."""
-    if not 2 <= words <= len(NAMES):
-        raise ValueError(f"words={words} must be 2 to {len(NAMES)}")
-    chosen = np.random.default_rng(seed).choice(NAMES, words, replace=False)
+def copying(text: str, encode: Encode, length: int, *, seed: int = 0) -> Haystack:
+    """Hide a list of twelve random words and ask for all of it behind its first word."""
+    chosen = np.random.default_rng(seed).choice(NAMES, 12, replace=False)
     listed = " ".join(chosen)
     hidden = [f" The list begins here: {listed}. The list ends here."]
     asked = [f"\n\nOnce more the same list. The list begins here: {chosen[0]}"]

@@ -85,7 +85,6 @@ def recall(
     haystacks: Sequence[Haystack],
     cases: Sequence[Case],
     *,
-    part: int = 0,
     progress: Callable[[str], None] = lambda name: None,
 ) -> list[Recall]:
     """Ask every cache all questions.
@@ -96,8 +95,6 @@ def recall(
         With an attention function that reads the caches of all cases ("kvlab_packed").
     haystacks : sequence of Haystack
     cases : sequence of Case
-    part : int
-        Tokens of a part in which texts are read; 0: in one call.
     progress : callable
         Called with the name of a case after each text.
 
@@ -119,8 +116,7 @@ def recall(
             dense = None
             for case, answers in zip(everything, found, strict=True):
                 cache = case.make()
-                for piece in torch.split(tokens, part or tokens.shape[1], 1):
-                    model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
+                model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
                 dense = dense or cache
                 answers.bits += bits_per_element(cache, dense) / len(haystacks)
                 for question in haystack.questions:

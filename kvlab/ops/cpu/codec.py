@@ -31,9 +31,9 @@ def quantize(x: ArrayT, layout: Layout, nan: str) -> tuple[ArrayT, ArrayT, Array
     if layout.along_rows or layout.codec in ("affine", "symmetric"):
         packed, words, bad = _quantize_in_place(view, layout)
     else:
-        turned, axis = layout.turned, layout.axis
-        packed, words, bad = _quantize_in_place(np.moveaxis(view, axis, -1), turned)
-        packed = pack_codes(np.moveaxis(unpack_codes(packed, turned, "cpu"), -1, axis), layout, "cpu")
+        transposed, axis = layout.transposed, layout.axis
+        packed, words, bad = _quantize_in_place(np.moveaxis(view, axis, -1), transposed)
+        packed = pack_codes(np.moveaxis(unpack_codes(packed, transposed, "cpu"), -1, axis), layout, "cpu")
         words = np.ascontiguousarray(np.moveaxis(words, -1, axis + 1))
     if bad and nan == "raise":
         refuse_unrepresentable(view)
@@ -80,9 +80,9 @@ def dequantize(quantized: Quantized[ArrayT], layout: Layout, dtype: str, check: 
     if layout.along_rows or layout.codec in ("affine", "symmetric"):
         out = _dequantize_in_place(packed, scale, offset, layout, numpy_dtype(dtype))
     else:
-        turned, axis = layout.turned, layout.axis
-        packed = pack_codes(np.moveaxis(unpack_codes(packed, layout, "cpu"), axis, -1), turned, "cpu")
-        out = _dequantize_in_place(packed, np.moveaxis(scale, axis, -1), None, turned, numpy_dtype(dtype))
+        transposed, axis = layout.transposed, layout.axis
+        packed = pack_codes(np.moveaxis(unpack_codes(packed, layout, "cpu"), axis, -1), transposed, "cpu")
+        out = _dequantize_in_place(packed, np.moveaxis(scale, axis, -1), None, transposed, numpy_dtype(dtype))
         out = np.ascontiguousarray(np.moveaxis(out, -1, axis))
     return like_first(out, quantized.packed)
 

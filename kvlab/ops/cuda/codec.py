@@ -229,10 +229,10 @@ def _launch_columns(
 def _quantize_groups(x: Any, layout: Layout, flag: Flag, backend: str) -> tuple[Any, list[Any]]:
     to_end, back = _orders(layout)
     source = contiguous(permuted(x, to_end), "x")
-    turned = layout.turned
-    codes = empty(turned.shape, "int8" if layout.codec == "ternary" else "uint8", source)
-    words = [empty(turned.scale_shape, "float16", source) for _ in range(1 + (layout.codec == "affine"))]
-    _launch_groups("quantize_groups", source, [codes, *words], turned, dtype_name(source), flag, backend)
+    transposed = layout.transposed
+    codes = empty(transposed.shape, "int8" if layout.codec == "ternary" else "uint8", source)
+    words = [empty(transposed.scale_shape, "float16", source) for _ in range(1 + (layout.codec == "affine"))]
+    _launch_groups("quantize_groups", source, [codes, *words], transposed, dtype_name(source), flag, backend)
     codes, *words = (contiguous(permuted(array, back), "codes") for array in (codes, *words))
     if layout.codec == "ternary":
         return bits_cuda.pack_ternary(codes, False, backend), words
@@ -249,8 +249,8 @@ def _dequantize_groups(
     else:
         codes = bits_cuda.unpack(packed, int(layout.bits), n, backend)
     codes, *words = (contiguous(permuted(array, to_end), "codes") for array in (codes, *words))
-    out = empty(layout.turned.shape, dtype, codes)
-    _launch_groups("dequantize_groups", codes, [*words, out], layout.turned, dtype, None, backend)
+    out = empty(layout.transposed.shape, dtype, codes)
+    _launch_groups("dequantize_groups", codes, [*words, out], layout.transposed, dtype, None, backend)
     return contiguous(permuted(out, back), "out")
 
 

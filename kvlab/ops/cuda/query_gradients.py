@@ -1,4 +1,4 @@
-"""Gradients of queries on Hopper that see keys of several arrays: one workspace, one launch for each array.
+"""Gradients of queries whose keys lie in several arrays, on Hopper: one workspace, one launch for each array.
 
 With a call for each array of keys, every call would prepare a workspace and write a dq of its own, and these
 would have to be added up. Here a workspace is prepared once and dq is finished once. Between these there is a

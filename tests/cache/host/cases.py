@@ -39,7 +39,7 @@ def step(cache: Any, rng: np.random.Generator, steps: int, valid: np.ndarray | N
     device = cache._device
     if device is not None and steps <= 16:
         for layer in range(LAYERS):
-            device.make_room(layer, steps)
+            device.ensure_open_pages(layer, steps)
     for layer in range(LAYERS):
         before = None if device is None else pages_of(cache)[layer]  # a layer may take room from others
         visible, window = seen_of(cache, layer), cache.windows[layer] or None
