@@ -158,7 +158,7 @@ def number(value: Any, name: str, minimum: float = -math.inf, maximum: float = m
         ...
     ValueError: ema_decay=1.5 must lie between 0 and 1
     """
-    if type(value) is float and minimum <= value <= maximum and math.isfinite(value):
+    if type(value) is float and minimum <= value <= maximum and -math.inf < value < math.inf:
         return value
     try:
         if isinstance(value, (bool, str, bytes)):

@@ -13,10 +13,10 @@ A view shares memory with the caller's array. kvlab never writes to a caller's a
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Mapping, Sequence
-from functools import cache, lru_cache
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cache, lru_cache, wraps
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 import ml_dtypes
 import numpy as np
@@ -28,6 +28,7 @@ __all__ = [
     "CudaView",
     "Device",
     "check_tensor",
+    "check_writable",
     "common_device",
     "cuda_view",
     "current_stream",
@@ -40,6 +41,7 @@ __all__ = [
     "meant_strides",
     "numpy_dtype",
     "one_device",
+    "opaque",
     "overwrite",
     "pointer_of",
     "to_device",
@@ -58,6 +60,7 @@ class Array(Protocol):
 
 
 ArrayT = TypeVar("ArrayT", bound=Array)
+P, T = ParamSpec("P"), TypeVar("T")
 
 _NUMPY_NAMES = "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 float32 float64"
 _DTYPES: dict[str, np.dtype[Any]] = {
@@ -96,6 +99,41 @@ def _torch_of(x: object) -> ModuleType | None:
     """Return torch if `x` is one of its tensors."""
     torch = sys.modules.get("torch")
     return torch if torch is not None and isinstance(x, torch.Tensor) else None
+
+
+def opaque(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function that `torch.compile` is to call as it is, outside of its graphs.
+
+    Launchers ask arrays for their memory, which a trace does not have.
+    """
+
+    @wraps(function)
+    def call(*arguments: P.args, **options: P.kwargs) -> T:
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.compiler.is_compiling():
+            found: T = torch.compiler.disable(function)(*arguments, **options)
+            return found
+        return function(*arguments, **options)
+
+    return call
+
+
+def check_writable(x: Any, name: str) -> None:
+    """Refuse an array that cannot be written in place: read-only, or with elements that are one.
+
+    Examples
+    --------
+    >>> check_writable(np.broadcast_to(np.zeros(1), (3,)), "into[0]")
+    Traceback (most recent call last):
+        ...
+    ValueError: into[0] is read-only: pass a writable array
+    """
+    if not getattr(getattr(x, "flags", None), "writeable", True):
+        raise ValueError(f"{name} is read-only: pass a writable array")
+    strides = x.stride() if hasattr(x, "stride") else x.strides
+    repeats = [stride == 0 and size > 1 for stride, size in zip(strides, x.shape, strict=True)]
+    if any(repeats) and 0 not in x.shape:
+        raise ValueError(f"{name} is an array whose elements are one in memory: pass a copy")
 
 
 def loaded_cupy(x: object, name: str) -> ModuleType:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from kvlab.arguments import flag, refuse_unsupported, whole_number
+from kvlab.arrays import opaque
 from kvlab.integrations import flash_attn_padding
 from kvlab.integrations.flash_attn_arguments import score_options
 from kvlab.integrations.flash_attn_cache import attend_cache, attend_paged, rotate_new, write_new
@@ -306,6 +307,7 @@ def flash_attn_varlen_qkvpacked_func(
 # ---- with a cache
 
 
+@opaque
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,

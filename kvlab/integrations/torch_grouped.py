@@ -10,11 +10,13 @@ from torch.autograd.function import once_differentiable
 
 import kvlab
 from kvlab.arguments import flag
+from kvlab.arrays import opaque
 from kvlab.integrations.torch_autograd import with_contiguous_rows
 
 __all__ = ["grouped_attention_varlen"]
 
 
+@opaque
 def grouped_attention_varlen(
     q_groups: Sequence[torch.Tensor],
     k: torch.Tensor,

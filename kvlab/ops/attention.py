@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from kvlab.arguments import LONGEST, flag, whole_number
-from kvlab.arrays import Array, ArrayT, common_device, dtype_name
+from kvlab.arrays import Array, ArrayT, check_writable, common_device, dtype_name, opaque
 from kvlab.ops.attention_call import (
     BOUNDS,
     EVERYWHERE,
@@ -82,6 +82,7 @@ _INTO = Signature(
 )  # fmt: skip
 
 
+@opaque
 def attention(
     q: ArrayT,
     k: Array,
@@ -170,6 +171,7 @@ def attention(
     return result
 
 
+@opaque
 def attention_varlen(
     q: ArrayT,
     k: Array,
@@ -268,6 +270,8 @@ def _attend_into(
         raise TypeError(f"into must be a tuple of two arrays, out and lse, got {type(into).__name__}")
     all_arrays = *arrays[:3], *into, *arrays[3:]
     call, addresses = call_of(_INTO, all_arrays, backend, options, longest, sm_margin)
+    for i, x in enumerate(into):
+        check_writable(x, f"into[{i}]")
     row = _row_into(call)
     if row is not None and row.launch(call, addresses):
         return
@@ -330,6 +334,7 @@ def compute(call: Call, addresses: Sequence[int], arrays: Sequence[Any], return_
     return (out, lse) if return_lse else out
 
 
+@opaque
 def merge_attention(
     outs: Sequence[ArrayT], lses: Sequence[Array], *, backend: str | None = None
 ) -> tuple[ArrayT, ArrayT]:

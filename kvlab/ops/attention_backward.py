@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvlab.arguments import LONGEST, flag, whole_number
-from kvlab.arrays import Array, ArrayT
+from kvlab.arrays import Array, ArrayT, opaque
 from kvlab.ops.attention import CUDA_REQUIREMENTS, NUMBA_REQUIREMENTS, REFERENCE_REQUIREMENTS, REQUIREMENTS
 from kvlab.ops.attention_call import (
     BOUNDS,
@@ -65,6 +65,7 @@ register(
 )
 
 
+@opaque
 def attention_backward(
     dout: ArrayT,
     q: Array,
@@ -97,7 +98,7 @@ def attention_backward(
         Give the same bits every time. ``"cuda"`` is faster without, the others always do.
     float32_dk_dv : bool
         Give dk and dv as they are summed, in float32, so that parts of them from several devices can be
-        added. ``"cuda"`` alone does so for 16-bit inputs.
+        added. ``"numba"`` does not for 16-bit inputs.
     sm_margin : int
         Multiprocessors left to other kernels, as in `attention`. Above 128 channels blocks work in pairs, so
         an odd number leaves one more, and take 1.1 to 1.6 times as long where any are left.
@@ -135,6 +136,7 @@ def attention_backward(
     return gradients
 
 
+@opaque
 def attention_varlen_backward(
     dout: ArrayT,
     q: Array,
@@ -219,10 +221,10 @@ def signature_of(longest: tuple[int, int] | None) -> Signature:
 def compute(call: Call, addresses: Sequence[int], arrays: Sequence[Any]) -> Any:
     """`backward`, of a call that is known."""
     extra = call.extra
-    if extra & FLOAT32_DK_DV and call.row.backend != "cuda" and call.dtype != "float32":
+    if extra & FLOAT32_DK_DV and call.row.backend == "numba" and call.dtype != "float32":
         raise NotImplementedError(
-            f"float32_dk_dv=True: backend {call.row.backend!r} gives dk and dv in the dtype of {call.dtype} "
-            "inputs; use backend 'cuda', or pass float32"
+            f"float32_dk_dv=True: backend 'numba' gives dk and dv in the dtype of {call.dtype} inputs; use "
+            "backend 'cuda', or pass float32"
         )
     if call.row.backend == "cuda":
         try:  # the workspace too is allocated before any launch
@@ -235,7 +237,8 @@ def compute(call: Call, addresses: Sequence[int], arrays: Sequence[Any]) -> Any:
     with call.memory:
         q, k, v, dout, out, lse = arrays[:6]
         sequences = call.sequences(arrays)
-        return call.row.launch(dout, q, k, v, out, lse, sequences, call.scores, bool(extra & 1))
+        flags = bool(extra & 1), bool(extra & FLOAT32_DK_DV)
+        return call.row.launch(dout, q, k, v, out, lse, sequences, call.scores, *flags)
 
 
 def _extra(deterministic: bool, float32_dk_dv: bool, sm_margin: int) -> int:

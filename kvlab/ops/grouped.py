@@ -18,7 +18,7 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from kvlab.arguments import LONGEST, choice, flag, number, whole_number
-from kvlab.arrays import Array, ArrayT, CudaView, Device, numpy_dtype, one_device
+from kvlab.arrays import Array, ArrayT, CudaView, Device, check_writable, numpy_dtype, one_device, opaque
 from kvlab.device import enough_memory
 from kvlab.ops.array_kinds import Kind, device_of_kind, dtype_of_kind, kinds_of, view_of
 from kvlab.ops.attention import merge_into
@@ -148,6 +148,7 @@ class GroupedCall:
         return enough_memory(need, "grouped_attention_varlen", self.device.kind)
 
 
+@opaque
 def grouped_attention_varlen(
     q_groups: Sequence[ArrayT],
     k: Array,
@@ -258,6 +259,9 @@ def grouped_attention_varlen(
         backend, None if segment_len is None else whole_number(segment_len, "segment_len", 1, LONGEST),
         return_lse,
     )  # fmt: skip
+    for i, given in enumerate(into or ()):
+        for g, x in enumerate(given):
+            check_writable(x, f"into[{i}][{g}]")
     if into is not None and (row := _row_into(call)) and row.launch(call, addresses):
         return list(into[0]), list(into[1])
     with call.memory:

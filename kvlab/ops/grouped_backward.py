@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from kvlab.arguments import LONGEST, flag, number, whole_number
-from kvlab.arrays import Array, ArrayT
+from kvlab.arrays import Array, ArrayT, opaque
 from kvlab.ops.array_kinds import Kind, dtype_of_kind, kinds_of
 from kvlab.ops.attention_call import MAX_GROUPS
 from kvlab.ops.grouped import CPU, GPU, HOPPER, GroupedArrays, GroupedCall, call_of, check_groups
@@ -21,13 +21,12 @@ from kvlab.shapes import match_shapes
 __all__ = ["BACKWARD", "Results", "grouped_attention_varlen_backward", "names_of_results"]
 
 BACKWARD = "grouped_attention_backward"
-_SEPARATE = {"implementation": ("separate",)}
-_HOPPER = HOPPER | {"head_dim": range(1, 129), "implementation": ("paired",)}
+_HOPPER = HOPPER | {"head_dim": range(1, 129)}
 register(
-    Implementation(BACKWARD, "cpu", "kvlab.ops.cpu.grouped:attend_backward", CPU | _SEPARATE),
+    Implementation(BACKWARD, "cpu", "kvlab.ops.cpu.grouped:attend_backward", CPU),
     Implementation(
         BACKWARD, "reference", "kvlab.ops.reference.grouped:attend_backward",
-        CPU | _SEPARATE | {"dtype": (*CPU["dtype"], "float64")},
+        CPU | {"dtype": (*CPU["dtype"], "float64")},
     ),
     Implementation(BACKWARD, "cuda", "kvlab.ops.cuda.grouped_backward:attend_backward", _HOPPER),
     Implementation(BACKWARD, "cuda", "kvlab.ops.cuda.grouped_separate:attend_backward", GPU | ON_CUDA),
@@ -54,6 +53,7 @@ def names_of_results(groups: int) -> tuple[str, ...]:
     return tuple(f"{name}[{g}]" for name in ("douts", "outs", "lses") for g in range(groups))
 
 
+@opaque
 def grouped_attention_varlen_backward(
     douts: Sequence[ArrayT],
     q_groups: Sequence[Array],
@@ -88,12 +88,13 @@ def grouped_attention_varlen_backward(
     deterministic : bool
         Give the same bits every time. ``"cuda"`` is faster without, the others always do.
     float32_dk_dv : bool
-        Return dk and dv in float32, for a sum over devices. Separate calls round each group's part to the
-        dtype of k, not their sum.
+        Return dk and dv in float32, for a sum over devices. Separate calls on a GPU round each group's part
+        to the dtype of k, not their sum.
     implementation : str, optional
-        ``"paired"`` (one launch, in which a tile of keys meets the rows of all groups) or ``"separate"``. By
-        default paired on compute capability 9.0 in 16 bits, up to 128 channels, for arrays whose rows begin
-        at multiples of 16 bytes, else separate.
+        As in the forward. ``"paired"`` and ``"listed"`` are one launch on a GPU, in which a tile of keys
+        meets the rows of all groups; on a CPU the three are the same. By default paired on compute
+        capability 9.0 in 16 bits, up to 128 channels, for arrays whose rows begin at multiples of 16 bytes,
+        else separate.
     sm_margin : int
         As in `attention_backward`.
     backend : str, optional

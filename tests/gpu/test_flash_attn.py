@@ -17,7 +17,7 @@ import torch
 
 import kvlab
 from kvlab import device
-from kvlab.integrations import flash_attn, torch_autograd
+from kvlab.integrations import flash_attn, torch_autograd, torch_grouped
 from kvlab.reference import attention as reference
 from tests.compare import assert_accurate, low_precision_attention
 from tests.gradients import assert_gradients, exact_gradients, low_precision_gradients
@@ -29,6 +29,30 @@ def draw(*shape: int) -> torch.Tensor:
 
 def to_numpy(x: torch.Tensor) -> np.ndarray[Any, Any]:
     return x.detach().cpu().contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+
+
+def test_compiled_calls_of_functions_that_are_no_operators() -> None:
+    q, k, v = draw(1, 70, 8, 64), draw(1, 90, 2, 64), draw(1, 90, 2, 64)
+    rows, keys = (torch.tensor([0, n], dtype=torch.int32, device="cuda") for n in (70, 90))
+    lengths: Any = {"cu_seqlens_q_groups": [rows] * 2, "cu_seqlens_k": keys, "prefix_lens": [keys[1:]] * 2}
+
+    def plain(q: Any) -> Any:
+        return 2 * kvlab.attention(q + 1, k, v, causal=True)
+
+    def grouped(q: Any) -> Any:
+        outs = torch_grouped.grouped_attention_varlen([q[0], 2 * q[0]], k[0], v[0], **lengths)
+        return sum((out * out).sum() for out in outs)
+
+    for function in (plain, grouped):
+        found = []
+        for call in (function, torch.compile(function, backend="eager")):
+            leaf = q.clone().requires_grad_(function is grouped)
+            found.append([call(leaf)])
+            if function is grouped:
+                found[-1][0].backward()
+                found[-1].append(leaf.grad)
+        for expected, made in zip(*found, strict=True):
+            torch.testing.assert_close(made, expected, atol=1e-2 * float(expected.abs().max()), rtol=0)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -55,3 +55,20 @@ def test_wrong_results_to_merge_into_are_refused() -> None:
         kvlab.attention_varlen(x, x, x, *lengths, into=(out.astype(np.float16), lse))
     with pytest.raises(ValueError, match=r"into\[1\]"):
         kvlab.attention_varlen(x, x, x, *lengths, into=(out, lse[:, :1]))
+
+
+def test_results_that_cannot_be_written_are_refused_before_anything_is() -> None:
+    x = np.ones((3, 1, 8), np.float32)
+    lengths: Any = (*[np.array([0, 3], np.int32)] * 2, 3, 3)
+    for i, name in enumerate(("out", "lse")):
+        into: list[Any] = [np.zeros((3, 1, 8), np.float32), np.full((1, 3), -np.inf, np.float32)]
+        into[i].flags.writeable = False
+        before = [y.copy() for y in into]
+        with pytest.raises(ValueError, match=rf"into\[{i}\] is read-only: pass a writable array"):
+            kvlab.attention_varlen(x, x, x, *lengths, into=tuple(into))
+        assert all(map(np.array_equal, into, before)), name
+    torch = pytest.importorskip("torch")
+    one = torch.zeros(1, 1, 8).expand(3, 1, 8)
+    tensors = [torch.from_numpy(y) for y in (x, x, x, *lengths[:2])]
+    with pytest.raises(ValueError, match=r"into\[0\] is an array whose elements are one in memory"):
+        kvlab.attention_varlen(*tensors, 3, 3, into=(one, torch.full((1, 3), -torch.inf)))

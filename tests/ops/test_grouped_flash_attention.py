@@ -129,6 +129,9 @@ def test_gradients_of_keys_in_float32(backend: str) -> None:
     for one, other in zip(wide[1:], narrow[1:], strict=True):
         assert (one.dtype, other.dtype) == (np.float32, FLOATS[1])
         np.testing.assert_array_equal(one.astype(FLOATS[1]), other)
+    right = case.expected_gradients(case.douts())[2]
+    errors = [np.abs(x.astype(np.float64) - right).max() for x in (wide[2], narrow[2])]
+    assert 50 * errors[0] < errors[1]
 
 
 def test_wrong_gradients_would_be_noticed() -> None:

@@ -85,3 +85,11 @@ LSES = [np.zeros((4, 5), np.float32) for _ in CASE.q_groups]
 def test_wrong_results_to_merge_into_are_refused(into: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         kvlab.grouped_attention_varlen(CASE.q_groups, CASE.k, CASE.v, into=into, **CASE.options)
+
+
+def test_results_that_cannot_be_written_are_refused_before_anything_is() -> None:
+    outs, lses = [x.copy() for x in OUTS], [x.copy() for x in LSES]
+    lses[1].flags.writeable = False
+    with pytest.raises(ValueError, match=r"into\[1\]\[1\] is read-only: pass a writable array"):
+        kvlab.grouped_attention_varlen(CASE.q_groups, CASE.k, CASE.v, into=(outs, lses), **CASE.options)
+    assert all(map(np.array_equal, outs, OUTS))

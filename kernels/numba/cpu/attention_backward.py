@@ -195,7 +195,9 @@ def _write_queries(totals, seq, head, group, row, rows, scale, dtype, line, rest
 
 @helper
 def _write_keys(totals, seq, head, key, keys, scale, dtype, line, rest, out16, out32):
+    """Write sums of a tile of keys in the dtype of k or, where out32 has the channels, in float32."""
     channels = out16.shape[3] + out32.shape[3]
+    dtype = FLOAT32 if out32.shape[3] > 0 else dtype
     for j in range(keys):
         at = seq[3] + key + j
         for channel in range(channels):

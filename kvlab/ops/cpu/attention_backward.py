@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arrays import ArrayT, like_first, to_numpy_view
-from kvlab.ops.cpu.attention import Views, items_of, lay_out, score_numbers, split_by_width, worth_sharing
+from kvlab.ops.cpu.attention import items_of, lay_out, score_numbers, split_by_width, worth_sharing
 from kvlab.threads import run_parallel
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def beside_q(
 
 def attend_backward(
     dout: ArrayT, q: Any, k: Any, v: Any, out: Any, lse: Any,
-    sequences: Sequences | None, scores: Scores, deterministic: bool,
+    sequences: Sequences | None, scores: Scores, deterministic: bool, float32_dk_dv: bool = False,
 ) -> tuple[ArrayT, ArrayT, ArrayT]:  # fmt: skip
     """Launcher of backend "cpu", which is always deterministic.
 
@@ -38,6 +38,8 @@ def attend_backward(
     lse : float32 array, (batch, num_heads_q, seqlen_q) or (num_heads_q, total_q)
     sequences : Sequences or None
     scores : Scores
+    float32_dk_dv : bool
+        Whether dk and dv are float32, as they are summed.
 
     Returns
     -------
@@ -49,7 +51,8 @@ def attend_backward(
     above, rows_out, logs = beside_q(dout, out, lse, sequences)
     kv_heads = views.k.shape[2]
     group = views.q.shape[2] // kv_heads
-    gradients = [np.empty(x.shape, x.dtype) for x in views[:3]]
+    of_keys = np.dtype(np.float32) if float32_dk_dv else views.k.dtype
+    gradients = [np.empty(x.shape, of_keys if i else x.dtype) for i, x in enumerate(views[:3])]
     dq, dk, dv = map(split_by_width, gradients)
     delta = np.empty(logs.shape, np.float32)
     numbers = score_numbers(scores)
@@ -68,12 +71,12 @@ def attend_backward(
         *inputs, logs, delta, views.dtype_code, group, *numbers, np.float32(abs(scores.scale)), dk, dv,
         alone=alone,
     )  # fmt: skip
-    return gradients_of(dout, views, sequences, *gradients)
+    return gradients_of(dout, sequences, *gradients)
 
 
 def gradients_of(
-    first: ArrayT, views: Views, sequences: Sequences | None, *gradients: NDArray[Any]
+    first: ArrayT, sequences: Sequences | None, *gradients: NDArray[Any]
 ) -> tuple[ArrayT, ArrayT, ArrayT]:
-    typed = [x.astype(views.q.dtype, copy=False) for x in gradients]
-    dq, dk, dv = (like_first(x if sequences is None else x[0], first) for x in typed)
+    """Return dq, dk and dv as arrays of the kind of the first argument."""
+    dq, dk, dv = (like_first(x if sequences is None else x[0], first) for x in gradients)
     return dq, dk, dv

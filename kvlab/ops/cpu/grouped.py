@@ -126,11 +126,12 @@ def attend_backward(
     for g, (q, dout, out, lse) in enumerate(zip(arrays.q_groups, *results[:3], strict=True)):
         sequences = _sequences_of(call, cu_q[g], cu_k, lens[g])
         dq, *of_keys = backward_of_one(
-            dout, q, arrays.k, arrays.v, out, lse, sequences, call.scores, deterministic=True
-        )
+            dout, q, arrays.k, arrays.v, out, lse, sequences, call.scores, deterministic=True,
+            float32_dk_dv=True,
+        )  # fmt: skip
         dq_groups.append(dq)
         for total, part in zip(sums, of_keys, strict=True):
-            total += to_numpy_view(part, "dk").astype(np.float32)
+            total += to_numpy_view(part, "dk")
     dtype = np.dtype(np.float32) if float32_dk_dv else to_numpy_view(arrays.k, "k").dtype
     dk, dv = (like_first(x.astype(dtype, copy=False), results.douts[0]) for x in sums)
     return dq_groups, dk, dv

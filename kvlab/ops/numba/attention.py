@@ -56,6 +56,7 @@ def attend_backward(
     sequences: Sequences | None,
     scores: Scores,
     deterministic: bool,
+    float32_dk_dv: bool,
 ) -> tuple[ArrayT, ArrayT, ArrayT]:
     """Launcher of backend "numba": dq, dk and dv, contiguous, in the dtype of q; always deterministic."""
     inputs = {"q": q, "k": k, "v": v, "dout": dout, "out": out}

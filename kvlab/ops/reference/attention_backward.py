@@ -20,7 +20,7 @@ __all__ = ["attend_backward"]
 
 def attend_backward(
     dout: ArrayT, q: Any, k: Any, v: Any, out: Any, lse: Any,
-    sequences: Sequences | None, scores: Scores, deterministic: bool,
+    sequences: Sequences | None, scores: Scores, deterministic: bool, float32_dk_dv: bool = False,
 ) -> tuple[ArrayT, ArrayT, ArrayT]:  # fmt: skip
     """Launcher of backend "reference"; arguments as `kvlab.ops.cpu.attention_backward.attend_backward`."""
     views = lay_out(q, k, v, sequences)
@@ -33,4 +33,6 @@ def attend_backward(
             wide[3][b, own_q], wide[0][b, own_q], wide[1][b, own_k], wide[2][b, own_k],
             wide[4][b, own_q], wide[5][b, :, own_q], visible, scale=scores.scale, softcap=scores.softcap,
         )  # fmt: skip
-    return gradients_of(dout, views, sequences, dq, dk, dv)
+    own = views.q.dtype
+    of_keys = np.dtype(np.float32) if float32_dk_dv else own
+    return gradients_of(dout, sequences, dq.astype(own), dk.astype(of_keys), dv.astype(of_keys))
