@@ -25,7 +25,7 @@ PATTERNS = {
     ("attention", "cpu"): ("ops/test_attention*.py", "ops/test_merge*.py", "ops/test_grouped*.py",
                            "reference/test_attention*.py", "reference/test_tile_list.py",
                            "reference/test_grouped*.py", "integrations/test_flash_attn.py",
-                           "integrations/test_torch_autograd.py"),
+                           "integrations/test_torch_autograd.py", "integrations/test_compiled.py"),
     ("attention", "cuda"): ("gpu/test_attention*.py", "gpu/test_flash_attn.py", "gpu/test_grouped*.py",
                             "gpu/test_tile_list.py", "gpu/test_merge_rows.py",
                             "gpu/test_gathered_attention.py", "gpu/test_query_gradients.py"),

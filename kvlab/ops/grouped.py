@@ -259,8 +259,8 @@ def grouped_attention_varlen(
         backend, None if segment_len is None else whole_number(segment_len, "segment_len", 1, LONGEST),
         return_lse,
     )  # fmt: skip
-    for i, given in enumerate(into or ()):
-        for g, x in enumerate(given):
+    for i, results in enumerate(into or ()):
+        for g, x in enumerate(results):
             check_writable(x, f"into[{i}][{g}]")
     if into is not None and (row := _row_into(call)) and row.launch(call, addresses):
         return list(into[0]), list(into[1])

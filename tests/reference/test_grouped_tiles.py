@@ -45,6 +45,18 @@ def seen(
     return found
 
 
+def keys_met(tiles: NDArray[Any], pack: int, positions: int, rows: NDArray[Any]) -> list[NDArray[np.int64]]:
+    """Return for each group how many keys, under a causal mask, parts meet of each (head, row of q)."""
+    heads = int(tiles["head_q"].max(initial=0)) + pack
+    found = [np.zeros((heads, total), np.int64) for total in rows.sum(axis=1)]
+    for t in tiles.ravel():
+        own = np.arange(t["position"], min(t["position"] + positions, t["q_length"]))
+        last = np.minimum(t["last_key"], own + t["diagonal"] + 1)
+        of_rows = found[t["group"]][t["head_q"] : t["head_q"] + pack]
+        of_rows[:, t["q_start"] + own] += np.maximum(0, last - t["first_key"])
+    return found
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 40), st.integers(0, 40)), max_size=3),
@@ -139,6 +151,13 @@ def test_blocks_are_done_within_one_tile(number: int, seed: int) -> None:
         rows, lens, keys, 2, 4, pack=pack, positions=ROWS // pack, entries=entries, block_n=block_n,
         causal=True, paired=bool(seed % 2), blocks=BLOCKS,
     )  # fmt: skip
+    met, begins = keys_met(tiles, pack, ROWS // pack, rows), np.cumsum(rows, axis=1) - rows
+    for found, own, behind in zip(met, rows, lens - rows - begins, strict=True):
+        assert (found == np.maximum(0, np.repeat(behind, own) + np.arange(1, own.sum() + 1))).all()
+    if number < 4096:
+        longest = int(np.argmax(tiles_of_keys(tiles, block_n)))
+        fewer = keys_met(np.delete(tiles, longest, 0), pack, ROWS // pack, rows)
+        assert not all(map(np.array_equal, fewer, met))
     costs = np.sort(tiles_of_keys(tiles, block_n) + 2.0)[::-1]
     if len(costs):
         times = finish_times(costs)

@@ -107,6 +107,7 @@ def test_blocks_are_done_within_one_tile(number: int, seed: int) -> None:
         pack=pack, positions=positions, block_n=block_n, sections=sections, window=(FAR, 0),
     )  # fmt: skip
     assert len(tiles) == count
+    assert (covered(tiles, pack, positions, heads_kv * group, int(lengths.sum())) == 1).all()
     costs = tiles["num_tiles_of_keys"] + 2.0
     ends = finish_times(costs)
     assert ends.max() - ends.min() <= costs.max()
