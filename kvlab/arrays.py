@@ -60,7 +60,8 @@ class Array(Protocol):
 
 
 ArrayT = TypeVar("ArrayT", bound=Array)
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _NUMPY_NAMES = "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 float32 float64"
 _DTYPES: dict[str, np.dtype[Any]] = {
