@@ -67,8 +67,7 @@ def replays(decoder: Decoder, context: int) -> list[float]:
     cupy, rounds = executor._cupy, []
     with executor._current():
         for _ in range(ROUNDS):
-            executor._decode.set(ids=np.arange(decoder.batch) + 1, positions=np.full(decoder.batch, context))
-            executor._replay()
+            executor._replay_given(np.arange(decoder.batch) + 1, np.full(decoder.batch, context))
             begin, end = cupy.cuda.Event(), cupy.cuda.Event()
             begin.record()
             for _ in range(REPLAYS):

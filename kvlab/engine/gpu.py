@@ -1,8 +1,8 @@
-"""A decoder on a GPU: a token is a few launches in one CUDA graph, whose choice feeds the next one.
+"""A decoder on a GPU: a token is one launch in a CUDA graph, whose choice feeds the next one.
 
-The graph holds `embed`, `token` and `choose` or `draw` (kernels/cuda/engine). Token numbers and positions
-lie on the device, so a replay goes on where the last one ended and the host need not be asked; chosen tokens
-arrive in a list in the host's memory. A stream keeps one token ahead of who reads it, so the device does not
+`token` (kernels/cuda/engine) runs embedded tokens, chooses the next ones and embeds them; for a draw `draw`
+and `embed` come behind it. So a replay goes on where the last one ended and the host need not be asked;
+chosen tokens arrive in a list in the host's memory. A stream keeps one token ahead of who reads it, so the device does not
 wait for the host; who asks for logits meanwhile has the last token that was read run again.
 
 Short prompts take the same kernel, 16 tokens of a row at a launch: with 0 as stride from row to row its
@@ -92,6 +92,7 @@ class Decoding:
             "history": self._history.ctypes.data,
         }
         cells = {"best": self._best.data.ptr, "arrivals": self._arrivals.data.ptr}
+        self._decode.let_choose(cells["best"], common["history"])
         settings = {"settings": self._settings.data.ptr}
         self._choices = {
             False: prepare_choose(self._decode.kernel, {**common, **cells}, self._device),
@@ -146,8 +147,7 @@ class Decoding:
         self._ahead = None
         with self._current():
             if all(len(row) == 1 for row in rows):
-                self._decode.set(ids=np.array([row[0] for row in rows]), positions=self.lengths)
-                self._replay()
+                self._replay_given(np.array([row[0] for row in rows]), self.lengths)
                 self.lengths += 1
             else:
                 self._read_long(rows)
@@ -222,8 +222,19 @@ class Decoding:
             self._decode.launch_head(self._stream.ptr)
 
     def _choose(self, stream: int) -> None:
-        """Let the device choose each row's next token, the likeliest or, if `tokens` said so, by a draw."""
+        """Choose and embed each row's next token, the likeliest or, if `tokens` said so, by a draw."""
         self._choices[self._draws](stream)
+        self._decode.launch_embed(stream)
+
+    def _replay_given(self, ids: NDArray[np.int64], positions: NDArray[np.int64]) -> None:
+        """One token of every row that is not the device's own choice, and the choice of the next."""
+        self._decode.set(ids=ids, positions=positions)
+        self._decode.launch_embed(self._stream.ptr)
+        self._replay()
+
+    def _chooses_at_once(self) -> bool:
+        """Whether the launch that makes logits makes the choice, too."""
+        return self._decode.can_choose and not self._draws
 
     def _fed_back(self, most: int) -> Iterator[NDArray[np.int64]]:
         ids = None
@@ -250,9 +261,8 @@ class Decoding:
     def _drop_ahead(self) -> None:
         """Drop the token that the device has ahead of `lengths`, if any: run the one before it again."""
         if self._ahead is not None:
-            self._decode.set(ids=self._ahead, positions=self.lengths - 1)
-            self._ahead = None
-            self._replay()
+            ids, self._ahead = self._ahead, None
+            self._replay_given(ids, self.lengths - 1)
 
     def _expect(self, ahead: int) -> None:
         """Empty the cells where a choice of tokens for the positions so far behind `lengths` will come."""
@@ -351,8 +361,10 @@ class GpuExecutor(Decoding):
 
     def _step(self) -> None:
         """Launch one token of every row and the choice of the next."""
-        self._decode.launch(self._stream.ptr)
-        self._choose(self._stream.ptr)
+        at_once = self._chooses_at_once()
+        self._decode.run(self._stream.ptr, chooses=at_once)
+        if not at_once:
+            self._choose(self._stream.ptr)
 
     def _read_long(self, rows: Sequence[NDArray[np.int64]]) -> None:
         geometry, chunks = self.geometry, sum(-(-len(row) // CHUNK) for row in rows)

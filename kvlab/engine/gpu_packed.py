@@ -98,14 +98,15 @@ class PackedGpuExecutor(Decoding):
     def _step(self) -> None:
         """Launch one token of every row and the choice of the next."""
         token, stream, begin, phases = self._decode, self._stream.ptr, 0, self._decode.kernel.phases
-        token.launch_embed(stream)
         for layer, (attend, append) in enumerate(self._halves):
             token.launch_phases(begin, layer * phases + 1, stream)
             attend(self._q, self._out)
             append(self._q, self._k, self._v, self._out)
             begin = layer * phases + 2  # behind attention
-        token.launch_phases(begin, self.geometry.layers * phases + 1, stream)
-        self._choose(stream)
+        at_once = self._chooses_at_once()
+        token.launch_phases(begin, self.geometry.layers * phases + 1, stream, chooses=at_once)
+        if not at_once:
+            self._choose(stream)
 
     def _read_long(self, rows: Sequence[NDArray[np.int64]]) -> None:
         self._run_prompts(rows, self._attend)

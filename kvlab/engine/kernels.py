@@ -37,6 +37,9 @@ __all__ = [
 _STRIDES = ("kv_layer", "kv_batch", "kv_head")
 _LOGITS_OF_BLOCK = 4 * 512  # that choose.cu reads
 
+EMBED = Struct(
+    **dict.fromkeys(("embedding", "ids", "positions", "angles", "hidden", "statistics", "rotation"), ADDRESS)
+)
 MATRIX = Struct(**dict.fromkeys(("weights", "bias", "norm_weight", "norm_bias"), ADDRESS))
 CALL = Struct(
     matrices=ADDRESS,
@@ -48,15 +51,12 @@ CALL = Struct(
     **dict.fromkeys(_STRIDES, "q"),
     **dict.fromkeys(("rotation", "positions", "attended", "activation", "logits"), ADDRESS),
     **dict.fromkeys(("head_norms", "raw_heads", "kv_parts"), ADDRESS),
-    eps="f",
-)
+    eps="f", chooses="i", tokens="i", best=ADDRESS, history=ADDRESS, embed=(EMBED, 1),
+)  # fmt: skip
 OPERATION = Struct(
     call=(CALL, 1), layer="i", product="i",
     **dict.fromkeys(("normed", "sums", "head_sums"), ADDRESS), first_column="i", takes_sums="i",
 )  # fmt: skip
-EMBED = Struct(
-    **dict.fromkeys(("embedding", "ids", "positions", "angles", "hidden", "statistics", "rotation"), ADDRESS)
-)
 CHOOSE = Struct(
     logits=ADDRESS, vocabulary="i", pitch="i",
     **dict.fromkeys(("best", "arrivals", "ids", "positions", "history"), ADDRESS),
@@ -76,7 +76,7 @@ def matrix_table(rows: Sequence[tuple[int, int, int, int]]) -> NDArray[np.void]:
 
 def prepare_token(
     kernel: TokenKernel,
-    pointers: Mapping[str, int],
+    pointers: Mapping[str, Any],
     kv_strides: Sequence[int],
     *,
     device: int,
@@ -87,10 +87,10 @@ def prepare_token(
     Parameters
     ----------
     kernel : TokenKernel
-    pointers : mapping of str to int
+    pointers : mapping
         Addresses on the device: of a `matrix_table` (``matrices``), whose weights are in the order of
         `kvlab.engine.packing.pack`, of the arrays of `TokenKernel.workspace`, of ``k`` and ``v``, and of
-        ``head_norms`` (0 without).
+        ``head_norms`` (0 without). And what `prepare_embed` returns (``embed``).
     kv_strides : sequence of int
         Elements from a layer, a sequence and a KV head of k and v to the next; positions of a head lie one
         behind the other. With 0 from a sequence to the next the tokens are of one sequence, at positions one
@@ -101,6 +101,8 @@ def prepare_token(
     Returns
     -------
     PreparedLaunch, and the `CALL` that its launches read, (1,)
+        With ``chooses`` a launch that makes logits chooses the next tokens, too, and embeds them; then
+        ``best`` and ``history`` are needed, as of `CHOOSE`.
 
     Raises
     ------
@@ -119,7 +121,7 @@ def prepare_token(
 
 def prepare_operations(
     kernel: TokenKernel,
-    pointers: Mapping[str, int],
+    pointers: Mapping[str, Any],
     kv_strides: Sequence[int],
     *,
     device: int,
@@ -132,7 +134,7 @@ def prepare_operations(
     ----------
     kernel, kv_strides, device, multiprocessors
         As of `prepare_token`; the device has compute capability 8.0 or more.
-    pointers : mapping of str to int
+    pointers : mapping
         As of `prepare_token`, and ``normed`` and ``sums`` of `TokenKernel.between`.
     cluster : int
         Not 0: also that of ``engine/cluster.cu``, with so many blocks a cluster.
@@ -184,11 +186,17 @@ def prepare_operations(
     return launches, argument
 
 
-def prepare_embed(kernel: TokenKernel, pointers: Mapping[str, int], device: int) -> PreparedLaunch:
-    """Compile ``engine/embed.cu`` and prepare its launch; `pointers` are the fields of `EMBED`."""
+def prepare_embed(
+    kernel: TokenKernel, pointers: Mapping[str, int], device: int
+) -> tuple[PreparedLaunch, NDArray[np.void]]:
+    """Compile ``engine/embed.cu`` and prepare its launch; also the `EMBED` that it reads.
+
+    `pointers` are its fields; ``hidden`` and ``statistics`` are of the embedding, not those of `CALL`.
+    """
+    argument = _filled(EMBED, pointers)
     names = ("BATCH", "BF16", "HIDDEN", "ROTARY_DIM")
     entry = _load("embed", {name: kernel.macros()[name] for name in names}, device)
-    return PreparedLaunch(entry, (kernel.batch,), (256,), _filled(EMBED, pointers))
+    return PreparedLaunch(entry, (kernel.batch,), (256,), argument), argument
 
 
 def prepare_choose(kernel: TokenKernel, pointers: Mapping[str, int], device: int) -> PreparedLaunch:
@@ -244,7 +252,7 @@ def _filled(struct: Struct, values: Mapping[str, Any]) -> NDArray[np.void]:
 
 def _call(
     kernel: TokenKernel,
-    pointers: Mapping[str, int],
+    pointers: Mapping[str, Any],
     kv_strides: Sequence[int],
     multiprocessors: int,
 ) -> NDArray[np.void]:
@@ -260,5 +268,9 @@ def _call(
         "first_phase": 0,
         "end_phase": geometry.layers * kernel.phases + 1,
         "eps": geometry.eps,
+        "chooses": 0,
+        "tokens": geometry.vocabulary,
+        "best": 0,
+        "history": 0,
     }
     return _filled(CALL, {**pointers, **sizes, **dict(zip(_STRIDES, kv_strides, strict=True))})

@@ -40,6 +40,8 @@ class Operations(Token):
         Not 0: blocks of a cluster that has a KV head's attention block in one launch; for a batch of 1.
     """
 
+    can_choose = False
+
     def __init__(
         self, kernel: TokenKernel, model: Model, kv: Any, device: int, count: int, *,
         neighbours: bool = False, cluster: int = 0,
@@ -55,7 +57,7 @@ class Operations(Token):
         super().__init__(kernel, model, kv, device, count, neighbours=neighbours)
 
     def _prepare(
-        self, pointers: dict[str, int], strides: list[int], device: int, count: int
+        self, pointers: dict[str, Any], strides: list[int], device: int, count: int
     ) -> NDArray[np.void]:  # fmt: skip
         sizes = {"float32": np.float32, "int32": np.int32}
         for name, (shape, dtype) in self.kernel.between().items():
@@ -75,9 +77,8 @@ class Operations(Token):
         """Let launches run the first so many layers; logits are made with all of them alone."""
         self._depth = depth
 
-    def launch(self, stream: int) -> None:
-        """Embed the tokens and run them."""
-        self.launch_embed(stream)
+    def run(self, stream: int, *, chooses: bool = False) -> None:
+        """Run the tokens, which are embedded; `chooses` is not for operations."""
         for layer in range(self._depth):
             self.launch_layer(layer, stream)
         if self._depth == self.kernel.geometry.layers:

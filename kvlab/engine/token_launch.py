@@ -1,4 +1,8 @@
-"""A model on a GPU and the launches of a token: `embed` and `token` of kernels/cuda/engine."""
+"""A model on a GPU and the launches of a token: `embed` and `token` of kernels/cuda/engine.
+
+`token` begins with the embedding of the tokens. What chooses the next tokens embeds them, too, so between
+tokens `embed` is launched for those alone that the host gives.
+"""
 
 from __future__ import annotations
 
@@ -107,6 +111,9 @@ class Token:
         The tokens are of one sequence, at positions one after the other.
     """
 
+    can_choose = True
+    """Whether `run` can choose the next tokens."""
+
     def __init__(
         self, kernel: TokenKernel, model: Model, kv: Any, device: int, count: int, *, neighbours: bool = False
     ) -> None:  # fmt: skip
@@ -118,23 +125,28 @@ class Token:
             name: cupy.zeros(shape, sizes[dtype]) for name, (shape, dtype) in kernel.workspace(count).items()
         }
         self.arrays["ids"] = cupy.zeros(kernel.batch, np.int32)
+        for name in ("hidden", "statistics"):
+            self.arrays[f"embedded_{name}"] = cupy.zeros_like(self.arrays[name])
         at = {name: int(array.data.ptr) for name, array in self.arrays.items()}
         strides = [0] * 3 if kv is None else [stride // 2 for stride in kv.strides[1:4]]
         if neighbours:
             strides[1] = 0
-        own = {name: at[name] for name in kernel.workspace(count)}
+        own: dict[str, Any] = {name: at[name] for name in kernel.workspace(count)}
+        self._embed, own["embed"] = prepare_embed(
+            kernel,
+            {
+                "embedding": model.embedding, "angles": model.angles,
+                **{name: at[name] for name in ("ids", "positions", "rotation")},
+                **{name: at[f"embedded_{name}"] for name in ("hidden", "statistics")},
+            },
+            device,
+        )  # fmt: skip
         k, v = (0, 0) if kv is None else (int(one.data.ptr) for one in kv)
         others = {"matrices": model.matrices, "head_norms": model.head_norms, "k": k, "v": v}
         self._call = self._prepare({**own, **others}, strides, device, count)
-        shared = ("ids", "positions", "hidden", "statistics", "rotation")
-        self._embed = prepare_embed(
-            kernel,
-            {"embedding": model.embedding, "angles": model.angles, **{name: at[name] for name in shared}},
-            device,
-        )
 
     def _prepare(
-        self, pointers: dict[str, int], strides: list[int], device: int, count: int
+        self, pointers: dict[str, Any], strides: list[int], device: int, count: int
     ) -> NDArray[np.void]:  # fmt: skip
         """Make the launches ready; return the `CALL` that they read."""
         sizes: Any = {"device": device, "multiprocessors": count}
@@ -156,21 +168,29 @@ class Token:
         self._call["layers"], self._call["vocabulary"] = depth, self.kernel.vocabulary if whole else 16
         self._call["end_phase"] = depth * self.kernel.phases + 1
 
+    def let_choose(self, best: int, history: int) -> None:
+        """Say where choices go: addresses as of `CHOOSE`."""
+        self._call["best"], self._call["history"] = best, history
+
     def launch(self, stream: int) -> None:
         """Embed the tokens and run them."""
         self.launch_embed(stream)
-        self._token(stream)
+        self.run(stream)
+
+    def run(self, stream: int, *, chooses: bool = False) -> None:
+        """Run the tokens, which are embedded; and choose the next ones and embed them."""
+        self.launch_phases(0, int(self._call["end_phase"][0]), stream, chooses=chooses)
 
     def launch_embed(self, stream: int) -> None:
         """Embed the tokens."""
         self._embed(stream)
 
-    def launch_phases(self, first: int, end: int, stream: int) -> None:
-        """Run phases `first` to `end` - 1 of `TokenKernel.phases` a layer."""
-        before = int(self._call["first_phase"][0]), int(self._call["end_phase"][0])
-        self._call["first_phase"], self._call["end_phase"] = first, end
+    def launch_phases(self, first: int, end: int, stream: int, *, chooses: bool = False) -> None:
+        """Run phases `first` to `end` - 1 of `TokenKernel.phases` a layer; `chooses` as of `run`."""
+        call, before = self._call, int(self._call["end_phase"][0])
+        call["first_phase"], call["end_phase"], call["chooses"] = first, end, chooses
         self._token(stream)
-        self._call["first_phase"], self._call["end_phase"] = before
+        call["first_phase"], call["end_phase"], call["chooses"] = 0, before, False
 
     def launch_head(self, stream: int) -> None:
         """Make logits of hidden states that are there with their statistics."""

@@ -1,33 +1,26 @@
 // The likeliest token of each row, of equals the first, becomes the next one: positions move on by one.
 //
-// A thread has four logits of a row. A candidate is one number of 64 bits: the logit in an order that
-// integers have, then the index, turned round so that lower ones win. The largest does not depend on the
-// order in which CTAs come; the last one writes it, to the device and to the host's list, and leaves the
-// cells of the row at 0. Shared memory: one candidate a warp.
-#include "common/words.cuh"
+// A thread has four logits of a row. The last CTA writes the largest candidate (engine/candidate.cuh), to the
+// device and to the host's list, and leaves the cells of the row at 0. Shared memory: one candidate a warp.
+// Where engine/token.cu makes logits of greedy tokens it chooses, too, without this launch.
+#include "engine/candidate.cuh"
 
 constexpr int THREADS = 512;
 
 struct Choose {
     const float* logits;  // [batch][pitch]
     int vocabulary, pitch;
-    unsigned long long* best;  // [batch], 0 between launches
+    u64* best;                 // [batch], 0 between launches
     u32* arrivals;             // [batch], 0 between launches
     int *ids, *positions;      // [batch]
     int* history;              // [positions][batch], memory of the host: the token of each position
 };
 
-__device__ __forceinline__ unsigned long long candidate(float logit, int index) {
-    const u32 bits = __float_as_uint(logit);
-    const u32 ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-    return (unsigned long long)ordered << 32 | (0xffffffffu - index);
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS) choose(const __grid_constant__ Choose call) {
-    __shared__ unsigned long long of_warps[THREADS / 32];
+    __shared__ u64 of_warps[THREADS / 32];
     const int n = blockIdx.y;
     const int first = 4 * (blockIdx.x * THREADS + threadIdx.x);
-    unsigned long long best = 0;
+    u64 best = 0;
     if (first < call.vocabulary) {  // rows are padded to multiples of 16
         const float4 four = __ldcg((const float4*)(call.logits + (i64)n * call.pitch + first));
         const float logits[4] = {four.x, four.y, four.z, four.w};
@@ -49,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) choose(const __grid_consta
     __threadfence();
     if (atomicAdd(call.arrivals + n, 1u) != gridDim.x - 1) return;
     __threadfence();
-    const int token = 0xffffffffu - (u32)atomicExch(call.best + n, 0ull);
+    const int token = token_of(atomicExch(call.best + n, 0ull));
     call.arrivals[n] = 0;
     const int position = ++call.positions[n];
     call.ids[n] = token;

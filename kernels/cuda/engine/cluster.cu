@@ -21,6 +21,16 @@
 // Macros: those of engine/model.cuh, and CLUSTER.
 #include "engine/operation.cuh"
 
+#ifndef CLUSTER_STEPS
+#define CLUSTER_STEPS 4
+#endif
+#ifndef KEYS_AHEAD
+#define KEYS_AHEAD 1
+#endif
+#ifndef CLUSTER_PIPE
+#define CLUSTER_PIPE 0
+#endif
+
 static_assert(BATCH == 1 && PASSES == 1 && !HEAD_NORMS, "one token, all heads of a group at once");
 constexpr int HEAD_ROWS = (GROUP + 2) * HEAD_DIM, HEAD_TILES = HEAD_ROWS / 16, OWN_COLS = GROUP * HEAD_DIM;
 constexpr int OUT_BLOCKS = (OWN_COLS + 31) / 32;  // that a cluster's columns touch
@@ -131,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(MMA_THREADS, CLUSTER > 1 ? 3 : 2)
     const NormWeights held = load_norm_weights(qkv);
     wait_for_launches();
     launch_dependents();
-    norm_x(call, qkv, held, (char*)x, moments);
+    norm_x(call, is_embedded(op.layer, 0), qkv, held, (char*)x, moments);
     sync_threads(OF_MMA, MMA_THREADS);  // x is there
     int count = 0;                      // tiles of this CTA
     for (int own = rank; own < HEAD_TILES; own += CLUSTER, ++count) {
@@ -153,18 +163,51 @@ extern "C" __global__ void __launch_bounds__(MMA_THREADS, CLUSTER > 1 ? 3 : 2)
         }
         __syncwarp();
     }
+    // Keys and values of earlier tokens: a run of them for each CTA; its first ones wait for nothing.
+    const int old = __ldg(call.positions), begin = (i64)old * rank / CLUSTER;
+    const int keys = (i64)old * (rank + 1) / CLUSTER - begin;
+    const i64 head_keys = op.layer * call.kv_layer + head * call.kv_head;
+    const i64 from = head_keys + (i64)begin * HEAD_DIM + lane % LANES * 8;
+    const auto load_key = [&](int i) { return __ldcg((const uint4*)(call.k + from) + i * (HEAD_DIM / 8)); };
+    const auto load_value = [&](int i) { return __ldcg((const uint4*)(call.v + from) + i * (HEAD_DIM / 8)); };
+    Taken<TEAM_WARPS, CLUSTER_STEPS> taken;
+#if KEYS_AHEAD
+    if (keys > 0) taken.load(0, keys, load_key, load_value);
+#endif
     sync_threads(OF_MMA, MMA_THREADS);
     arrive_at_all(&met);
     wait_for_all(&met, 0);  // all queries, keys and values are there; x is free
 
-    Chunks chunks;  // of one token; only the number of its keys is used
-    chunks.old[0] = __ldg(call.positions);
-    const int all = max(1, (chunks.old[0] + CHUNK - 1) / CHUNK);
-    const Segment segment = {0, head, all * rank / CLUSTER, all * (rank + 1) / CLUSTER, all};
-    const i64 from = keys_of(call, op.layer, segment) + segment.begin * (CHUNK * HEAD_DIM) + lane % LANES * 8;
-    attend_segment(call, chunks, segment, newest,
-                   MemoryKeys{(const uint4*)(call.k + from), (const uint4*)(call.v + from)},
-                   rows + warp * WARP_ROWS);
+    const int team = min(warp / TEAM_WARPS, TEAMS - 1);  // warps that no team needs repeat the last one's
+    const u32 own = shared_address(newest) + 16 * (lane % LANES);
+    float q[HEADS_OF_WARP][8];
+    Running running[HEADS_OF_WARP];
+    begin_heads(q, running, team, own);
+#if KEYS_AHEAD
+    if (keys > 0) taken.add(running, q, 0, keys);
+#endif
+#if CLUSTER_PIPE
+    if (!KEYS_AHEAD && keys > 0) taken.load(0, keys, load_key, load_value);
+    if (KEYS_AHEAD && keys > taken.ALL) taken.load(taken.ALL, keys, load_key, load_value);
+#pragma unroll 2
+    for (int i = KEYS_AHEAD ? taken.ALL : 0; i < keys; i += taken.ALL) {
+        const Taken<TEAM_WARPS, CLUSTER_STEPS> now = taken;
+        if (i + taken.ALL < keys) taken.load(i + taken.ALL, keys, load_key, load_value);
+        now.add(running, q, i, keys);
+    }
+#else
+#pragma unroll 1
+    for (int i = KEYS_AHEAD ? taken.ALL : 0; i < keys; i += taken.ALL)
+        taken.load(i, keys, load_key, load_value), taken.add(running, q, i, keys);
+#endif
+    if (rank == CLUSTER - 1 && warp % TEAM_WARPS == 0) {
+        Taken<1, 1> one;
+        one.load(0, 1, [&](int) { return load_shared(own + HEADS * KEY_BYTES); },
+                 [&](int) { return load_shared(own + (HEADS + 1) * KEY_BYTES); });
+        one.add(running, q, 0, 1);
+    }
+#pragma unroll
+    for (int g = 0; g < HEADS_OF_WARP; ++g) leave_row(running[g], rows + warp * WARP_ROWS + g * MERGED_ROW);
     constexpr int TILE_BYTES = Shape<OUTPUT>::PARTS * Shape<OUTPUT>::STAGES * SLOT_BYTES;
     constexpr int TILES_APART = CLUSTER * WARPS;                            // of a warp, of the output
     const int block = head * OWN_COLS / 32, before = head * OWN_COLS % 32;  // of the output: first; others'
@@ -187,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(MMA_THREADS, CLUSTER > 1 ? 3 : 2)
     sync_threads(OF_MMA, MMA_THREADS);
     arrive_at_all(&met);
     if (rank == 0 && warp == 0) {
-        const i64 at = keys_of(call, op.layer, segment) + (i64)chunks.old[0] * HEAD_DIM;
+        const i64 at = head_keys + (i64)old * HEAD_DIM;
         for (int i = lane; i < HEAD_DIM; i += 32)
             call.k[at + i] = newest[OWN_COLS + i], call.v[at + i] = newest[OWN_COLS + HEAD_DIM + i];
     }

@@ -4,6 +4,7 @@
 #include "common/pairs.cuh"
 
 #include "common/hopper.cuh"
+#include "engine/candidate.cuh"
 #include "engine/grid.cuh"
 #include "engine/heads.cuh"
 #include "engine/norm.cuh"
@@ -60,21 +61,32 @@ __device__ __forceinline__ void store_hidden(const Call& call, const Element& at
     if (at.j == 0) call.statistics[at.n * GROUPS + at.tile] = {mean, squares};
 }
 
+// The best of the lanes that have a token becomes the row's, if it is.
+__device__ __forceinline__ void leave_best(const Call& call, u64 best) {
+    const int thread = (threadIdx.x - MMA_THREADS) % (32 * ADDERS);
+#pragma unroll
+    for (int i = 1; i < 8; i *= 2) best = max(best, __shfl_xor_sync(ALL_LANES, best, i));
+    if (thread < 8 * BATCH && thread % 8 == 0) atomicMax(call.best + thread / 8, best);
+}
+
 // The adders' part of a phase: every ADDER_GROUPS-th tile of this CTA.
 template <Kind KIND>
-__device__ __forceinline__ void add_up(const Call& call, const Matrix m, Sums& sums, const Deal& deal) {
+__device__ __forceinline__ void add_up(const Call& call, bool embedded, const Matrix m, Sums& sums,
+                                       const Deal& deal) {
     using S = Shape<KIND>;
     const int thread = (threadIdx.x - MMA_THREADS) % (32 * ADDERS), lane = thread % 32;
     const int group = (threadIdx.x - MMA_THREADS) / (32 * ADDERS);
     const bool takes_part = thread < 8 * BATCH;
     Element at = {0, lane % 8, min(thread / 8, BATCH - 1)};
+    u64 best = 0;  // HEAD: this lane's likeliest token
     for (int split_tile = deal.first; split_tile < deal.tiles; split_tile += deal.ctas, ++sums.tile) {
         if (sums.tile % ADDER_GROUPS != group) continue;
         at.tile = split_tile / S::PARTS;
         const int part = split_tile % S::PARTS;
         float2 offset = m.bias ? *(const float2*)(m.bias + at.row()) : make_float2(0.f, 0.f);
         if (adds_to_hidden(KIND) && part == 0) {
-            const float2 h = load_pair(call.hidden + at.n * HIDDEN + at.row());
+            const float* const before = embedded ? call.embed.hidden : call.hidden;
+            const float2 h = load_pair(before + at.n * HIDDEN + at.row());
             offset.x += h.x, offset.y += h.y;
         }
         wait_barrier(sums.there + 8 * group, sums.parity());
@@ -93,11 +105,37 @@ __device__ __forceinline__ void add_up(const Call& call, const Matrix m, Sums& s
         if constexpr (adds_to_hidden(KIND)) {
             store_hidden(call, at, y, takes_part);
         } else if (takes_part) {
-            if constexpr (KIND == HEAD) *(float2*)(call.logits + (i64)at.n * call.vocabulary + at.row()) = y;
+            if constexpr (KIND == HEAD) {
+                const int row = at.row();
+                *(float2*)(call.logits + (i64)at.n * call.vocabulary + row) = y;
+                if (row < call.tokens) best = max(best, candidate(y.x, row));
+                if (row + 1 < call.tokens) best = max(best, candidate(y.y, row + 1));
+            }
             if constexpr (KIND == QKV) store_qkv(call, at, y);
             u16* const to = call.activation + at.n * FFN;
             if constexpr (KIND == UP) *(u32*)(to + at.row()) = pack_pair(gelu(y.x), gelu(y.y));
             if constexpr (KIND == GATED) to[at.row() / 2] = round_element(silu(y.x) * y.y);
         }
     }
+    if (KIND == HEAD && call.chooses) leave_best(call, best);
+}
+
+// The best of all, when every CTA has left its own, becomes the next token of each row; all threads of a CTA.
+// Not inlined, for then the rest of a kernel would have fewer registers.
+__device__ __noinline__ void begin_next(const Call& call) {
+    __shared__ int2 next[BATCH];  // token, position
+    const Embed& embed = call.embed;
+    if (threadIdx.x < BATCH) {
+        const int n = threadIdx.x, position = embed.positions[n] + 1;
+        const int token = token_of(atomicExch(call.best + n, 0ull));
+        next[n] = {token, position};
+        embed.ids[n] = token, embed.positions[n] = position;
+        *(volatile int*)(call.history + (i64)position * BATCH + n) = token;
+    }
+    __syncthreads();  // the next tokens are known
+    for (int i = threadIdx.x; i < BATCH * GROUPS; i += THREADS)
+        embed_group(embed, i / GROUPS, next[i / GROUPS].x, i % GROUPS);
+    constexpr int PAIRS = ROTARY_DIM / 2;
+    for (int i = threadIdx.x; i < BATCH * PAIRS; i += THREADS)
+        turn_pair(embed, i / PAIRS, next[i / PAIRS].y, i % PAIRS);
 }

@@ -6,7 +6,7 @@
 // own launches attend and store; SPLITS, WARPS, ADDER_GROUPS, SLOTS, SLOT_BLOCKS as in engine/token.cu.
 #pragma once
 
-#include "common/words.cuh"
+#include "engine/embed.cuh"
 
 constexpr int Q_COLS = HEADS_Q * HEAD_DIM, QKV_ROWS = Q_COLS + 2 * HEADS_KV * HEAD_DIM;
 constexpr int ADDERS = (BATCH + 3) / 4, MMA_THREADS = 32 * WARPS, ADD_THREADS = 32 * ADDERS * ADDER_GROUPS;
@@ -15,7 +15,6 @@ static_assert(THREADS <= 1024 && BATCH <= 16, "one CTA, tokens in the columns of
 constexpr int BLOCK_BYTES = 1024, SLOT_BYTES = SLOT_BLOCKS * BLOCK_BYTES;
 constexpr int N_TILES = (BATCH + 7) / 8;
 constexpr int SUM_PITCH = 20, SUMS = WARPS * BATCH * SUM_PITCH;  // floats of a tile
-constexpr int GROUPS = HIDDEN / 16;
 
 enum Kind { QKV, UP, OUT, O, GATED, DOWN, HEAD };
 
@@ -99,8 +98,17 @@ struct Call {
     float* raw_heads;  // HEAD_NORMS: [BATCH][HEADS_Q + HEADS_KV][HEAD_DIM] before their norms, so ordered
     u64* kv_parts;     // [CTAs][HEADS][HEAD_DIM][2], 0 between launches
     float eps;
+    int chooses, tokens;  // whether the launch chooses the next token of each row, of so many
+    u64* best;            // [BATCH] candidates, 0 between launches
+    int* history;         // [positions][BATCH], memory of the host: the token of each position
+    Embed embed;          // with what the next token begins, and, until a layer has added to it, this one
 };
-static_assert(sizeof(Call) == 192, "CALL of kvlab/engine/kernels.py");
+static_assert(sizeof(Call) == 272, "CALL of kvlab/engine/kernels.py");
+
+// Whether a product of a layer, of PRODUCTS, reads or adds to the embedding and not to `hidden`.
+__device__ __forceinline__ bool is_embedded(int layer, int product) {
+    return layer == 0 && (PARALLEL || product < 2);
+}
 
 // A query, key or value head of token n that this launch makes.
 __device__ __forceinline__ u16* head_of(const Call& call, int n, int head) {

@@ -22,7 +22,7 @@ __device__ __forceinline__ float sum_over(float x) {
 }
 
 // Mean (0 for an RMS norm) and reciprocal deviation of every token; warps take tokens in turns.
-__device__ __forceinline__ void merge_statistics(const Call& call, float2* moments) {
+__device__ __forceinline__ void merge_statistics(const float2* statistics, float eps, float2* moments) {
     const int lane = threadIdx.x % 32;
     constexpr int PER_LANE = (GROUPS + 31) / 32;
     for (int n = threadIdx.x / 32; n < BATCH; n += WARPS) {
@@ -31,7 +31,7 @@ __device__ __forceinline__ void merge_statistics(const Call& call, float2* momen
 #pragma unroll
         for (int i = 0; i < PER_LANE; ++i) {
             const int g = lane + 32 * i;
-            group[i] = g < GROUPS ? __ldcg(call.statistics + n * GROUPS + g) : make_float2(0.f, 0.f);
+            group[i] = g < GROUPS ? __ldcg(statistics + n * GROUPS + g) : make_float2(0.f, 0.f);
             mean += group[i].x;
         }
         mean = LAYER_NORM ? sum_over<32>(mean) * (1.f / GROUPS) : 0.f;
@@ -41,7 +41,7 @@ __device__ __forceinline__ void merge_statistics(const Call& call, float2* momen
             if (lane + 32 * i < GROUPS) squares += group[i].y + 16.f * off * off;
         }
         squares = sum_over<32>(squares);
-        if (lane == 0) moments[n] = {mean, 1.f / sqrtf(squares * (1.f / HIDDEN) + call.eps)};
+        if (lane == 0) moments[n] = {mean, 1.f / sqrtf(squares * (1.f / HIDDEN) + eps)};
     }
 }
 
@@ -77,16 +77,17 @@ __device__ __forceinline__ u32 normed_pair(float x, float y, float2 moments, u32
     return pack_pair(r.x, r.y);
 }
 
-// `held`: the weights of the first quads, loaded before whatever this waited for.
-__device__ __forceinline__ void norm_x(const Call& call, const Matrix& m, NormWeights held, char* x,
-                                       float2* moments) {
+// `embedded`: of the embedding; `held`: the weights of the first quads, loaded before whatever this waited for.
+__device__ __forceinline__ void norm_x(const Call& call, bool embedded, const Matrix& m, NormWeights held,
+                                       char* x, float2* moments) {
+    const float* const hidden = embedded ? call.embed.hidden : call.hidden;
     constexpr int PITCH = pitch_of(HIDDEN);
     float4 ahead[AHEAD];
     const auto load = [&](int n, int i) {
         const int quad = threadIdx.x + i * MMA_THREADS;
         return QUADS % MMA_THREADS && quad >= QUADS
                    ? make_float4(0.f, 0.f, 0.f, 0.f)
-                   : __ldcg((const float4*)(call.hidden + n * HIDDEN) + quad);
+                   : __ldcg((const float4*)(hidden + n * HIDDEN) + quad);
     };
     const auto store = [&](int n, int i, const float4& h) {
         const int quad = threadIdx.x + i * MMA_THREADS;
@@ -99,7 +100,7 @@ __device__ __forceinline__ void norm_x(const Call& call, const Matrix& m, NormWe
     };
 #pragma unroll
     for (int a = 0; a < AHEAD; ++a) ahead[a] = load(a % BATCH, a / BATCH);
-    merge_statistics(call, moments);
+    merge_statistics(embedded ? call.embed.statistics : call.statistics, call.eps, moments);
     sync_threads(OF_MMA, MMA_THREADS);  // moments are there
 #pragma unroll
     for (int a = 0; a < LOADS; ++a) {

@@ -27,7 +27,8 @@ __device__ __forceinline__ float2 bias_of(const Operation& op, int row) {
 
 extern "C" __global__ void __launch_bounds__(MMA_THREADS) norm_tokens(const __grid_constant__ Operation op) {
     __shared__ float2 moments[BATCH];
-    norm_x(op.call, matrix_of(op), load_norm_weights(matrix_of(op)), op.normed, moments);
+    norm_x(op.call, is_embedded(op.layer, op.product), matrix_of(op), load_norm_weights(matrix_of(op)),
+           op.normed, moments);
 }
 
 // Of `rows` rows; 8 neighbouring threads have 16 of them and a token.
@@ -147,7 +148,8 @@ extern "C" __global__ void __launch_bounds__(64) add_rows(const __grid_constant_
     launch_dependents();
     const float2 bias = bias_of(op, at.row());
     wait_for_launches();
-    const float2 before = load_pair(op.call.hidden + n * HIDDEN + at.row());
+    const float* const hidden = is_embedded(op.layer, op.product) ? op.call.embed.hidden : op.call.hidden;
+    const float2 before = load_pair(hidden + n * HIDDEN + at.row());
     float2 y = op.takes_sums ? load_pair(op.sums + n * HIDDEN + at.row()) : make_float2(0.f, 0.f);
     if (op.head_sums) {
         float2 sum = {0.f, 0.f};

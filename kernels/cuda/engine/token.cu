@@ -44,7 +44,7 @@ static_assert(X_BYTES + SUM_BYTES + SLOTS * SLOT_BYTES == SHARED_BYTES, "sizes o
 
 // ---- the order of phases, the same for all three kinds of warps
 
-// `visit.product<KIND>(matrix, deal)`, `visit.attention(layer)`, and
+// `visit.product<KIND>(matrix, deal, embedded)`, `visit.attention(layer)`, and
 // `visit.expect(all, of_qkv)`: so many arrivals at the two counters are the end of the phase.
 template <class Visit>
 __device__ __forceinline__ void visit_all(const Call& call, const Chunks& chunks, Visit& visit) {
@@ -58,12 +58,12 @@ __device__ __forceinline__ void visit_all(const Call& call, const Chunks& chunks
         const int layer = phase / PHASES, kind = phase % PHASES;
         const Matrix* m = call.matrices + layer * PRODUCTS;
         if (layer == call.layers) {
-            visit.template product<HEAD>(*m, {cta, ctas, call.vocabulary / 16});
+            visit.template product<HEAD>(*m, {cta, ctas, call.vocabulary / 16}, false);
         } else if (kind == 0) {
-            if (cta < of_qkv) visit.template product<QKV>(m[0], {cta, of_qkv, QKV_ROWS / 16});
+            if (cta < of_qkv) visit.template product<QKV>(m[0], {cta, of_qkv, QKV_ROWS / 16}, layer == 0);
 #if PARALLEL
             else
-                visit.template product<UP>(m[1], {cta - of_qkv, ctas - of_qkv, FFN / 16});
+                visit.template product<UP>(m[1], {cta - of_qkv, ctas - of_qkv, FFN / 16}, layer == 0);
 #endif
             visit.expect((ctas - of_qkv) * ADDERS * ADDER_GROUPS, of_qkv * ADDERS * ADDER_GROUPS);
 #if HEAD_NORMS
@@ -77,16 +77,16 @@ __device__ __forceinline__ void visit_all(const Call& call, const Chunks& chunks
 #endif
 #if PARALLEL
         } else {
-            visit.template product<OUT>(m[2], split());
+            visit.template product<OUT>(m[2], split(), layer == 0);
 #else
         } else if (kind == 2) {
-            visit.template product<O>(m[1], split());
+            visit.template product<O>(m[1], split(), layer == 0);
             visit.expect(arrivals, 0);
         } else if (kind == 3) {
-            visit.template product<MLP_KIND>(m[2], {cta, ctas, MLP_ROWS / 16});
+            visit.template product<MLP_KIND>(m[2], {cta, ctas, MLP_ROWS / 16}, false);
             visit.expect(arrivals, 0);
         } else {
-            visit.template product<DOWN>(m[3], split());
+            visit.template product<DOWN>(m[3], split(), false);
 #endif
             visit.expect(arrivals, 0);
         }
@@ -98,7 +98,7 @@ struct Producer {
     const Chunks& chunks;
     Copies copies;
     template <Kind KIND>
-    __device__ __forceinline__ void product(const Matrix m, const Deal& deal) {
+    __device__ __forceinline__ void product(const Matrix m, const Deal& deal, bool) {
         produce<KIND>(copies, m.weights, deal);
     }
     __device__ __forceinline__ void head_norms(int, int) {}
@@ -111,10 +111,10 @@ struct Adder {
     Sums sums;
     u32 opened, parity;  // a barrier that completes when the CTA may read what the phase before has written
     template <Kind KIND>
-    __device__ __forceinline__ void product(const Matrix m, const Deal& deal) {
+    __device__ __forceinline__ void product(const Matrix m, const Deal& deal, bool embedded) {
         wait_barrier(opened, parity);
         parity ^= 1;
-        add_up<KIND>(call, m, sums, deal);
+        add_up<KIND>(call, embedded, m, sums, deal);
         __syncwarp();
         if (KIND != HEAD && threadIdx.x % 32 == 0) arrive_grid(call.barrier + (KIND == QKV ? OF_QKV : 0));
     }
@@ -146,7 +146,7 @@ struct Multiplier {
         sync_threads(OF_MMA, MMA_THREADS);
     }
     template <Kind KIND>
-    __device__ __forceinline__ void product(const Matrix m, const Deal& deal) {
+    __device__ __forceinline__ void product(const Matrix m, const Deal& deal, bool embedded) {
         NormWeights held;
         if constexpr (!adds_to_hidden(KIND)) held = load_norm_weights(m);
         open(false);
@@ -154,7 +154,7 @@ struct Multiplier {
         if constexpr (adds_to_hidden(KIND))
             copy_x<KIND>(call, x);
         else
-            norm_x(call, m, held, x, moments);
+            norm_x(call, embedded, m, held, x, moments);
         sync_threads(OF_MMA, MMA_THREADS);  // x is there
         multiply<KIND>(ring, sums, x, deal);
     }
@@ -208,12 +208,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) token(const __grid_cons
         }
         __syncwarp();
     }
-    __syncthreads();  // all of this CTA have passed the last barrier; the last CTA leaves counters at 0
-    if (threadIdx.x) return;
-    __threadfence();
-    if (atomicAdd(call.barrier + EXITS, 1u) != gridDim.x - 1) return;
-    __threadfence();
-    call.barrier[0] = call.barrier[OF_QKV] = call.barrier[EXITS] = 0;
+    __shared__ bool is_last;  // of all CTAs, to come here: it leaves counters at 0
+    __syncthreads();          // all of this CTA have passed the last barrier
+    if (threadIdx.x == 0) {
+        __threadfence();
+        is_last = atomicAdd(call.barrier + EXITS, 1u) == gridDim.x - 1;
+        __threadfence();
+        if (is_last) call.barrier[0] = call.barrier[OF_QKV] = call.barrier[EXITS] = 0;
+    }
+    if (!call.chooses) return;
+    __syncthreads();  // it is known who is last
+    if (is_last) begin_next(call);
 }
 
 // clang-format off
