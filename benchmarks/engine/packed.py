@@ -5,7 +5,7 @@ the first one, in memory of its own. Caches are filled directly, not by a prompt
 one to the next of a greedy stream, plans of the cache included. Besides: the engine's launches without those
 of the cache, from a graph.
 
-    python benchmarks/engine/packed.py OUT.json [--cases mixed:1x32768,...] [--prompts 2048,...] [--steps 64]
+    python benchmarks/engine/packed.py OUT.json [--cases mixed:1x32768,...] [--prompts 2048,...] [--steps 200]
 
 `kvlab.integrations.decode_graph` is measured by ``benchmarks/generation/run.py --cases graph:8x32768``.
 """
@@ -29,7 +29,7 @@ from kvlab.engine.geometry import published
 from kvlab.engine.weights import Weights, draw
 from kvlab.lab.benchmark import harness
 
-LOOKAHEAD, WARM_UP = 256, 40  # tokens: all kinds of steps are recorded within 40
+LOOKAHEAD, WARM_UP = 512, 40  # tokens: all kinds of steps are recorded within 40
 BITS: dict[str, dict[str, Any]] = {
     "mixed": {"bits": (4, 8), "cache_budget": 0.3},
     "default": {"cache_budget": 0.3},
@@ -171,7 +171,7 @@ def main() -> int:
         default="mixed:8x32768,mixed:1x32768,mixed:16x32768,4:8x32768,16:8x32768",
     )
     parser.add_argument("--prompts", type=harness.numbers, default="32,64,128,256,2048,8192")
-    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--packed-prompts", type=harness.numbers, default="")
     return harness.run(parser, cases)
 

@@ -2,8 +2,8 @@
 
 `token` (kernels/cuda/engine) runs embedded tokens, chooses the next ones and embeds them; for a draw `draw`
 and `embed` come behind it. So a replay goes on where the last one ended and the host need not be asked;
-chosen tokens arrive in a list in the host's memory. A stream keeps one token ahead of who reads it, so the device does not
-wait for the host; who asks for logits meanwhile has the last token that was read run again.
+chosen tokens arrive in a list in the host's memory. A stream keeps one token ahead of who reads it, so the
+device does not wait for the host; who asks for logits meanwhile has the last token that was read run again.
 
 Short prompts take the same kernel, 16 tokens of a row at a launch: with 0 as stride from row to row its
 tokens are neighbours of one sequence, which see each other because keys and values are stored before

@@ -20,7 +20,7 @@ _LARGEST_SLOT = 16  # KiB: 10 were faster than 20 on an H200, 16 is what Llama's
 _SMALL_SLOT = 8  # KiB, from which on a slot's barriers cost little beside its products
 _SMALL_SHARE = 0.75  # of a ring of smaller slots, which counts: 6 KiB took pythia-160m longer than 8 and 12
 _MIN_SLOT = 4  # KiB: of smaller ones a block waits for barriers, .16 us each, and not for memory
-_UNDER_WAY_SECONDS = 2e-6  # with 1.2 an H100 took 3 % longer for pythia-2.8b, with the whole ring 7 %
+_UNDER_WAY_SECONDS = 1.7e-6  # of 1.2 to 2.5, on an H100 and an H200; with the whole ring 7 % slower
 _SHORT_UNDER_WAY_SECONDS = 1.4e-6  # where phases are short: 3 to 6 % faster on an H100, 2 % slower elsewhere
 _SHORT_PHASE = 256  # KiB of a product for a block, up to which waits count and copies delay them
 _WHOLE_RING = 192  # KiB of slots, from which on more gain nothing
@@ -29,6 +29,7 @@ _SPLIT = 16  # KiB that memory brings a block while sums of twice as many splits
 _SPLIT_ROW = 1  # KiB more for each row, where nothing else lies between a product and the next
 _UNEVEN = 0.2  # of the KiB that a block has more than the mean; the others copy weights of the next phase
 _FEW_ROWS = 4  # up to which that counts; for 8 rows and more it made no difference
+_FEW_GROUPS = 2  # of adders, each of which tells the others that it is done: 1 % of pythia-160m
 _LONG_PHASE = 64  # KiB of outputs for a block, from which on parallel layers are faster with two splits
 
 
@@ -99,15 +100,15 @@ class TokenKernel:
     ) -> TokenKernel:
         """Choose how to specialise the kernel for a decoder.
 
-        Eight warps and as many adders as leave a thread 96 registers or more; of splits those that lose
-        least.
+        Eight warps and as many adders as leave a thread 96 registers or more, but fewer where phases are
+        shortest; of splits those that lose least.
 
         Raises
         ------
         ValueError
             If no choice fits.
         """
-        groups = 4 if batch <= 4 else 3 if batch <= 8 else 2
+        groups = _FEW_GROUPS if batch > 8 else 3 if batch > 4 else 4
         found = []
         for splits in _divisors(geometry):
             try:
@@ -120,7 +121,9 @@ class TokenKernel:
                 f"batch={batch}, hidden={geometry.hidden}, ffn={geometry.ffn}: a batch of these widths does "
                 "not fit the shared memory of a block; take a smaller batch"
             )
-        return min(found, key=lambda one: one[:2])[2]
+        kernel = min(found, key=lambda one: one[:2])[2]
+        is_short = batch <= _FEW_ROWS and geometry.parallel and kernel.splits == 1
+        return dataclasses.replace(kernel, adder_groups=_FEW_GROUPS) if is_short else kernel
 
     def _lost(self, multiprocessors: int) -> float:
         """What splits cost a phase of outputs, in KiB that memory brings a block meanwhile.
@@ -171,8 +174,9 @@ class TokenKernel:
     def most_under_way(self, bandwidth: float, multiprocessors: int) -> int:
         """Slots of the ring whose copies are under way at a time.
 
-        So many bytes as memory brings in twice the time that it takes for one: fewer would leave it idle,
-        and behind more of them everything else waits. Where phases are short, and so mostly waits, fewer.
+        As nearly as slots allow so many bytes as memory brings in twice the time that it takes for one:
+        fewer would leave it idle, and behind more of them everything else waits. Where phases are short, and
+        so mostly waits, fewer.
 
         Parameters
         ----------
@@ -192,7 +196,7 @@ class TokenKernel:
         products = self.phases - 1  # all but attention
         is_short = layer <= 1024 * _SHORT_PHASE * products * multiprocessors
         seconds = _SHORT_UNDER_WAY_SECONDS if is_short else _UNDER_WAY_SECONDS
-        wanted = int(bandwidth / multiprocessors * seconds) // (1024 * self.slot_blocks)
+        wanted = round(bandwidth / multiprocessors * seconds / (1024 * self.slot_blocks))
         return min(max(wanted, 2), self.slots)
 
     @property

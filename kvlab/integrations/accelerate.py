@@ -71,7 +71,7 @@ def accelerate(model: Model, *, max_seqlen: int | None = None) -> Iterator[Model
     ----------
     model : transformers.PreTrainedModel
         GPT-NeoX (Pythia), Llama (SmolLM2), Mistral, Qwen2 or Qwen3 with a head for causal language, in
-        float16 or bfloat16, in evaluation mode, on a CPU or a GPU of compute capability 9.0.
+        float16 or bfloat16, in evaluation mode, on a CPU or a GPU of compute capability 8.0 or more.
     max_seqlen : int, optional
         Tokens that a row may have; by default what the model is made for, up to 4,096.
 

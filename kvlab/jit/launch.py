@@ -24,7 +24,7 @@ from kvlab.device import compute_capability
 from kvlab.errors import needs_extra
 from kvlab.jit.build import Built, arch_of, build
 from kvlab.jit.cubin import Resources, read_resources
-from kvlab.jit.native import Table
+from kvlab.jit.native import Table, allows_cluster
 from kvlab.jit.numba import build_numba
 
 __all__ = [
@@ -182,6 +182,8 @@ class PreparedLaunch:
         As a call of the kernel.
     ValueError
         If `cluster` does not fit the grid, or the device has no clusters.
+    NotImplementedError
+        If it has none of so many blocks.
     """
 
     def __init__(
@@ -221,6 +223,11 @@ class PreparedLaunch:
             (*(*grid, 1, 1)[:3], *block, 1, 1, shared_bytes),
             cooperative=cooperative, early=early and hopper, cluster=cluster,
         )  # fmt: skip
+        if cluster > _PORTABLE_CLUSTER and not allows_cluster(kernel.pointer, self._config[0].ctypes.data):
+            raise NotImplementedError(
+                f"{kernel.name}: cluster={cluster}: device {kernel.device} has no clusters of so many; take "
+                f"{_PORTABLE_CLUSTER} or fewer"
+            )
         self._table = Table([self.row] if self.row else [], [])
 
     @property

@@ -14,10 +14,12 @@ from functools import cache, partial
 
 import numpy as np
 
-__all__ = ["Table", "launch_function"]
+__all__ = ["Table", "allows_cluster", "launch_function"]
 
 _CONFIG_STREAM = 32
 """Where a ``CUlaunchConfig`` has its stream, in bytes."""
+
+_INVALID_CLUSTER_SIZE = 912  # CUDA_ERROR_
 
 _VALUES = 6
 """Word of a table at which a call's values begin; the word before is the stream."""
@@ -121,6 +123,14 @@ class Table:
 def launch_function() -> int:
     """Return the address of the driver's ``cuLaunchKernelEx``."""
     return ctypes.cast(ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx, ctypes.c_void_p).value or 0
+
+
+def allows_cluster(kernel: int, config: int) -> bool:
+    """Return whether the device has clusters as a launch wants them; True if the driver does not say."""
+    count = ctypes.c_int(0)
+    ask = ctypes.CDLL("libcuda.so.1").cuOccupancyMaxActiveClusters
+    failed = ask(ctypes.byref(count), ctypes.c_void_p(kernel), ctypes.c_void_p(config))
+    return count.value > 0 if failed == 0 else failed != _INVALID_CLUSTER_SIZE
 
 
 @cache

@@ -149,11 +149,9 @@ def _engine(device: str, times: int) -> list[Call]:
     geometry, base = published(name)
     geometry, context = replace(geometry, layers=layers), 500 * times
     key = 2 * 2 * layers * geometry.heads_kv * geometry.head_dim
-    lanes = geometry.head_dim // 8
-    shape = (
-        f"{name}, {layers} layers, 1 row behind {context} tokens; {32 // lanes * lanes} of 32 lanes attend, "
-        "32 multiply"
-    )
+    lanes, shape = geometry.head_dim // 8, f"{name}, {layers} layers, 1 row behind {context} tokens"
+    if device == "cuda":
+        shape += f"; {32 // lanes * lanes} of 32 lanes attend, 32 multiply"
 
     def token(plan: str) -> Callable[[], object]:
         decoder = Decoder(

@@ -233,7 +233,7 @@ def test_a_token_is_profiled() -> None:
     assert found.exit_code == 0, found.output
     (row,) = json.loads(found.stdout)["rows"]
     assert row["call"] == "token, plan graph"
-    assert "32 of 32 lanes attend" in row["shape"]
+    assert row["shape"] == "pythia-14m, 6 layers, 1 row behind 500 tokens"
     assert row["ms"] > 0
 
 

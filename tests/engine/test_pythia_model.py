@@ -15,6 +15,8 @@ from scipy.special import log_softmax
 
 from kvlab.engine import Decoder
 from kvlab.engine.weights import from_model
+from kvlab.ops.cpu.page_tokens import decode_tokens
+from tests.cache_contents import tokens_in
 from tests.engine.models import FAMILIES, SIZES, family, in_dtype
 
 TOKENS = np.random.default_rng(3).integers(0, SIZES["vocab_size"], (2, SIZES["max_position_embeddings"]))
@@ -56,19 +58,22 @@ def test_token_by_token_is_the_whole_text(name: str, dtype: str) -> None:
     exact, exact_hidden = run(model, "float64")
     low, low_hidden = run(model, dtype)
     decoder = Decoder.from_pretrained(model, dtype=dtype, batch=len(TOKENS))
-    seen: list[NDArray[Any]] = []
+    seen: dict[int, list[NDArray[Any]]] = {}
 
     def watch(layer: int, what: str, x: NDArray[Any]) -> None:
-        if layer == 0 and what == "out":
-            seen.append(x)
+        if what == "out":
+            seen.setdefault(layer, []).append(x)
 
     steps = []
     for ids in TOKENS.T:
         decoder._executor.run(ids[:, None], np.ones((len(ids), 1), bool), watch)
         steps.append(decoder._executor.logits.astype(float))
-    logits, layer, wanted = np.stack(steps, 1), np.stack(seen, 1), exact_hidden[0]
+    logits = np.stack(steps, 1)
     assert_no_worse(logits, low, exact)
-    assert np.abs(layer - wanted).max() <= 1.1 * np.abs(low_hidden[0] - wanted).max()
+    assert len(exact_hidden) == len(seen) - 1  # behind the last one transformers gives what is normed
+    for layer, wanted in enumerate(exact_hidden):
+        error = np.abs(np.stack(seen[layer], 1) - wanted).max()
+        assert error <= 1.1 * np.abs(low_hidden[layer] - wanted).max()
     assert decoder.lengths.tolist() == [decoder.geometry.max_positions] * len(TOKENS)
     with pytest.raises(AssertionError):  # a shift is seen
         assert_no_worse(logits[:, 1:], low[:, :-1], exact[:, :-1])
@@ -78,32 +83,63 @@ def test_token_by_token_is_the_whole_text(name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("name", ["neox-parallel", "llama"])
 def test_a_mean_that_hides_what_matters(name: str) -> None:
+    assert_means_are_taken_away(name, "cpu")
+
+
+def assert_means_are_taken_away(name: str, device: str) -> None:
     """Channels whose mean is 64 of their deviations, which is what a norm has to take away."""
     model = family(name)
     with torch.no_grad():
         model.get_input_embeddings().weight.add_(62.0).copy_(model.get_input_embeddings().weight.half())
     exact, low = run(model, "float64")[0][:1], run(model, "float16")[0][:1]
-    decoder = Decoder.from_pretrained(model)
+    decoder = Decoder.from_pretrained(model, device=device)
     got = np.stack([decoder.step([token])[0] for token in TOKENS[0]])[None].astype(float)
     assert_no_worse(got, low, exact)
 
 
+def keys_and_values(model: Any) -> dict[str, NDArray[np.float64]]:
+    """What transformers stores of `TOKENS` in float64 and float16: (layers, 2, rows, heads, tokens, dim)."""
+    stored = {}
+    for dtype in ("float64", "float16"):
+        with torch.no_grad():
+            past = in_dtype(model, dtype)(torch.from_numpy(TOKENS)).past_key_values
+        stored[dtype] = np.array([(x.keys.double().numpy(), x.values.double().numpy()) for x in past.layers])
+    return stored
+
+
+def assert_kept(found: NDArray[Any], stored: dict[str, NDArray[np.float64]]) -> None:
+    """Keys and values of every layer within promise 2 of what transformers stores."""
+    for layer in range(len(found)):
+        for part in range(2):
+            exact, low = (stored[dtype][layer, part] for dtype in ("float64", "float16"))
+            bound = bound_of(low, exact, "float16")
+            assert np.abs(found[layer, part] - exact).max() <= bound
+            shifted = found[layer, part, ..., 1:, :] - exact[..., :-1, :]
+            assert np.abs(shifted).max() > bound, "a shift is not seen"
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_keys_and_values_are_those_of_transformers(name: str) -> None:
+    """What lies in the cache behind a prompt and steps."""
     model = family(name)
-    with torch.no_grad():
-        past = model(torch.from_numpy(TOKENS[:1])).past_key_values
-    decoder = Decoder.from_pretrained(model)
-    found: dict[tuple[int, str], NDArray[Any]] = {}
-    decoder._executor.run(
-        TOKENS[:1], np.ones((1, TOKENS.shape[1]), bool),
-        lambda layer, what, x: found.__setitem__((layer, what), x),
-    )  # fmt: skip
-    for layer in range(2):
-        for what, wanted in (("k_rotated", past.layers[layer].keys), ("v", past.layers[layer].values)):
-            expected = wanted[0].transpose(0, 1).numpy()
-            got = found[layer, what]
-            assert np.abs(got - expected).max() <= 2e-3 * np.abs(expected).max()
+    decoder = Decoder.from_pretrained(model, batch=len(TOKENS))
+    decoder.prefill(TOKENS[:, :40])
+    for ids in TOKENS[:, 40:].T:
+        decoder.step(ids)
+    cache, found = decoder.cache, []
+    assert cache is not None
+    for layer in range(cache.num_layers):
+        pages = cache.pages(layer)
+        (layout,) = pages.layouts
+        rows = []
+        for row in range(len(TOKENS)):
+            tokens = tokens_in(pages, row)
+            order = np.lexsort((tokens.position, tokens.head))
+            kept = decode_tokens(pages.pools[0], layout, pages.dtype, tokens.index, tokens.slot)
+            shape = cache.num_heads_kv, TOKENS.shape[1], cache.head_dim
+            rows.append([x[order].reshape(shape).astype(float) for x in kept])
+        found.append(np.array(rows).swapaxes(0, 1))
+    assert_kept(np.array(found), keys_and_values(model))
 
 
 @pytest.mark.parametrize("name", ["neox-parallel", "llama"])

@@ -47,7 +47,7 @@ def test_the_gate_builds_what_is_launched() -> None:
 
 
 def test_the_structs_are_those_of_the_kernels() -> None:
-    of_source = {"Call": ("model.cuh", CALL), "Matrix": ("model.cuh", MATRIX), "Embed": ("embed.cu", EMBED),
+    of_source = {"Call": ("model.cuh", CALL), "Matrix": ("model.cuh", MATRIX), "Embed": ("embed.cuh", EMBED),
                  "Choose": ("choose.cu", CHOOSE)}  # fmt: skip
     for name, (source, struct) in of_source.items():
         text = (kernel_root() / "engine" / source).read_text(encoding="utf-8")
@@ -59,7 +59,7 @@ def test_the_structs_are_those_of_the_kernels() -> None:
             for part in line.split(",")
         ]
         assert list(struct.dtype.names or ()) == fields
-    assert [struct.size for _, struct in of_source.values()] == [192, 32, 56, 56]
+    assert [struct.size for _, struct in of_source.values()] == [272, 32, 56, 56]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -106,6 +106,15 @@ def test_slots_under_way_are_those_that_were_fastest(name: str, batch: int, slot
     assert kernel.most_under_way(3.35e12, CTAS) == slots
 
 
+@pytest.mark.parametrize(
+    ("name", "batch", "slots"),
+    [("pythia-160m", 1, 4), ("llama-3.2-1b", 1, 3), ("pythia-2.8b", 1, 6), ("pythia-2.8b", 8, 6)],
+)
+def test_slots_under_way_on_an_h200(name: str, batch: int, slots: int) -> None:
+    kernel = TokenKernel.fitting(published(name)[0], batch, False, CTAS)
+    assert kernel.most_under_way(4.8e12, CTAS) == slots
+
+
 @pytest.mark.parametrize("splits", [1, 2, 4])
 @pytest.mark.parametrize("ctas", [4, 12, 132])
 def test_each_byte_of_the_weights_is_copied_once_to_the_block_that_needs_it(splits: int, ctas: int) -> None:
@@ -147,9 +156,12 @@ def test_what_the_kernel_cannot_do_is_refused(change: Callable[[], object], mess
 def test_a_launch_has_what_the_kernel_reads() -> None:
     kernel = TokenKernel(PYTHIA)
     addresses = (*kernel.workspace(133), "matrices", "head_norms", "k", "v")
-    pointers = dict.fromkeys(addresses, 1)
+    embed = np.zeros(1, EMBED.dtype)
+    embed["embedding"] = 4
+    pointers = {**dict.fromkeys(addresses, 1), "embed": embed}
     call = kernels._call(kernel, pointers, (1, 2, 3), 133)[0]
     assert (call["split_ctas"], call["matrices"], call["kv_head"]) == (132, 1, 3)
+    assert (call["tokens"], call["chooses"], call["embed"]["embedding"]) == (50_304, 0, 4)
     assert kernel.workspace(133)["kv_parts"][0] == (133, 1, 80, 4)
     with pytest.raises(ValueError, match="multiprocessors=3: at least 4"):
         kernels._call(kernel, pointers, (1, 2, 3), 3)

@@ -7,13 +7,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from kvlab.device import compute_capability
 from kvlab.engine import Decoder
-from tests.engine.models import FAMILIES, family, in_dtype
+from tests.engine.models import FAMILIES, family
 from tests.engine.test_published import NAMES, assert_logits
-from tests.engine.test_pythia_model import TOKENS, assert_no_worse, assert_text_of, bound_of, run
+from tests.engine.test_pythia_model import (
+    TOKENS,
+    assert_kept,
+    assert_means_are_taken_away,
+    assert_no_worse,
+    assert_text_of,
+    bound_of,
+    keys_and_values,
+    run,
+)
 from tests.integrations.test_accelerate import assert_generates
 
 pytestmark = pytest.mark.skipif(compute_capability(0) != (9, 0), reason="the kernel is for 9.0 alone")
@@ -49,11 +57,6 @@ def test_every_plan_is_the_whole_text_and_every_other(name: str, dtype: str) -> 
 def test_keys_and_values_are_those_of_transformers(name: str) -> None:
     """What a prompt, and steps behind it, leave; within promise 2 of what the model itself stores."""
     model = family(name)
-    stored = {}
-    for dtype in ("float64", "float16"):
-        with torch.no_grad():
-            past = in_dtype(model, dtype)(torch.from_numpy(TOKENS)).past_key_values
-        stored[dtype] = np.array([(x.keys.double().numpy(), x.values.double().numpy()) for x in past.layers])
     decoder = Decoder.from_pretrained(model, device="cuda", batch=len(TOKENS))
     decoder.prefill(TOKENS[:, :40])
     for ids in TOKENS[:, 40:].T:
@@ -61,10 +64,12 @@ def test_keys_and_values_are_those_of_transformers(name: str) -> None:
     executor: Any = decoder._executor
     executor._stream.synchronize()
     found = executor._kv[..., : TOKENS.shape[1], :].get().view(np.float16).swapaxes(0, 1).astype(float)
-    for layer in range(2):
-        for part in range(2):
-            exact, low = (stored[dtype][layer, part] for dtype in ("float64", "float16"))
-            assert np.abs(found[layer, part] - exact).max() <= bound_of(low, exact, "float16")
+    assert_kept(found, keys_and_values(model))
+
+
+@pytest.mark.parametrize("name", ["neox-parallel", "llama"])
+def test_a_mean_that_hides_what_matters(name: str) -> None:
+    assert_means_are_taken_away(name, "cuda")
 
 
 @pytest.mark.parametrize("name", ["neox-head-80", "qwen3"])

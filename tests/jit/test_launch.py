@@ -167,6 +167,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     address = ctypes.cast(made.launch, ctypes.c_void_p).value
     monkeypatch.setattr(native, "launch_function", lambda: address)
     monkeypatch.setattr(launch, "compute_capability", lambda device: (9, 0))
+    monkeypatch.setattr(launch, "allows_cluster", lambda kernel, config: True)
     launch._driver_error.cache_clear()
     yield made
     launch._driver_error.cache_clear()
@@ -276,6 +277,15 @@ def test_before_hopper_nothing_is_early_and_clusters_are_refused(
     assert [row[4] for row in driver.configured] == [False]
     with pytest.raises(ValueError, match=r"cluster=2 takes compute capability 9\.0, which device 0 lacks"):
         prepared(cluster=2)
+
+
+def test_large_clusters_that_the_device_lacks_are_refused(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "allows_cluster", lambda kernel, config: False)
+    prepared(cluster=8)
+    with pytest.raises(NotImplementedError, match="cluster=16: device 0 has no clusters of so many; take 8"):
+        prepared(cluster=16)
 
 
 @pytest.mark.parametrize("cluster", [-1, 0, 3, 17, 32])

@@ -34,11 +34,7 @@ constexpr float LOWEST = -1e30f;
 static_assert(HEAD_DIM % 16 == 0 && KEYS >= 1 && CHUNK >= 1, "a key has up to 32 lanes, a slot has a key");
 
 // KiB of weights that a CTA could take in while attention waits for QKV, merges and tells the others.
-#ifdef WAITS_KIB
-constexpr u32 KIB_OF_WAITS = WAITS_KIB;
-#else
 constexpr u32 KIB_OF_WAITS = PACKED ? 0 : BATCH > 4 ? 300 : 200;
-#endif
 
 // Who attends what: a function of positions, the same in all CTAs.
 struct Chunks {
@@ -194,6 +190,12 @@ struct Taken {
             const int at = min(from + s * ROUND + own(), count - 1);
             key[s] = load_key(at), value[s] = load_value(at);
         }
+    }
+    // Key i of these.
+    __device__ __forceinline__ void put(int i, const uint4& new_key, const uint4& new_value) {
+#pragma unroll
+        for (int s = 0; s < COUNT; ++s)
+            if (s * ROUND + own() == i) key[s] = new_key, value[s] = new_value;
     }
     __device__ __forceinline__ void add(Running (&running)[HEADS_OF_WARP], const float (&q)[HEADS_OF_WARP][8],
                                         int from, int count) const {

@@ -10,10 +10,10 @@ constexpr int THREADS = 512;
 struct Choose {
     const float* logits;  // [batch][pitch]
     int vocabulary, pitch;
-    u64* best;                 // [batch], 0 between launches
-    u32* arrivals;             // [batch], 0 between launches
-    int *ids, *positions;      // [batch]
-    int* history;              // [positions][batch], memory of the host: the token of each position
+    u64* best;             // [batch], 0 between launches
+    u32* arrivals;         // [batch], 0 between launches
+    int *ids, *positions;  // [batch]
+    int* history;          // [positions][batch], memory of the host: the token of each position
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS) choose(const __grid_constant__ Choose call) {
@@ -50,5 +50,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) choose(const __grid_consta
 }
 
 // clang-format off
-// gate: registers<=40 arch=sm_80,sm_90a,sm_120a
+// gate: registers<=40 arch=sm_80,sm_90a,sm_100a,sm_120a
 // clang-format on

@@ -250,6 +250,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) draw(const __grid_constant
 }
 
 // clang-format off
-// gate: CTAS=8 registers<=64 arch=sm_90a,sm_120a
+// gate: CTAS=8 registers<=64 arch=sm_90a,sm_100a,sm_120a
 // gate: CTAS=1 registers<=64 arch=sm_80
 // clang-format on

@@ -16,5 +16,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) embed(const __grid_constan
 }
 
 // clang-format off
-// gate: BATCH=1,16 BF16=0,1 HIDDEN=2560 ROTARY_DIM=20 registers<=64 arch=sm_80,sm_90a,sm_120a
+// gate: BATCH=1,16 BF16=0,1 HIDDEN=2560 ROTARY_DIM=20 registers<=64 arch=sm_80,sm_90a,sm_100a,sm_120a
 // clang-format on

@@ -8,12 +8,12 @@
 constexpr int GROUPS = HIDDEN / 16;  // of 16 channels
 
 struct Embed {
-    const u16* embedding;   // [vocabulary][HIDDEN]
-    int *ids, *positions;   // [BATCH]
-    const float2* angles;   // [positions][ROTARY_DIM / 2] cosine, sine
-    float* hidden;          // [BATCH][HIDDEN]
-    float2* statistics;     // [BATCH][GROUPS] mean and squared deviations, which norms merge (engine/norm.cuh)
-    float2* rotation;       // [BATCH][ROTARY_DIM / 2]
+    const u16* embedding;  // [vocabulary][HIDDEN]
+    int *ids, *positions;  // [BATCH]
+    const float2* angles;  // [positions][ROTARY_DIM / 2] cosine, sine
+    float* hidden;         // [BATCH][HIDDEN]
+    float2* statistics;    // [BATCH][GROUPS] mean and squared deviations, which norms merge (engine/norm.cuh)
+    float2* rotation;      // [BATCH][ROTARY_DIM / 2]
 };
 
 // Channels 16 g to 16 g + 15 of token n, which is `id`, in float32.

@@ -77,7 +77,8 @@ __device__ __forceinline__ u32 normed_pair(float x, float y, float2 moments, u32
     return pack_pair(r.x, r.y);
 }
 
-// `embedded`: of the embedding; `held`: the weights of the first quads, loaded before whatever this waited for.
+// `embedded`: of the embedding; `held`: the weights of the first quads, loaded before whatever this waited
+// for.
 __device__ __forceinline__ void norm_x(const Call& call, bool embedded, const Matrix& m, NormWeights held,
                                        char* x, float2* moments) {
     const float* const hidden = embedded ? call.embed.hidden : call.hidden;
@@ -85,9 +86,8 @@ __device__ __forceinline__ void norm_x(const Call& call, bool embedded, const Ma
     float4 ahead[AHEAD];
     const auto load = [&](int n, int i) {
         const int quad = threadIdx.x + i * MMA_THREADS;
-        return QUADS % MMA_THREADS && quad >= QUADS
-                   ? make_float4(0.f, 0.f, 0.f, 0.f)
-                   : __ldcg((const float4*)(hidden + n * HIDDEN) + quad);
+        return QUADS % MMA_THREADS && quad >= QUADS ? make_float4(0.f, 0.f, 0.f, 0.f)
+                                                    : __ldcg((const float4*)(hidden + n * HIDDEN) + quad);
     };
     const auto store = [&](int n, int i, const float4& h) {
         const int quad = threadIdx.x + i * MMA_THREADS;

@@ -23,6 +23,8 @@
 //   CTA    at attention: an even share of all tokens' keys, which come through the ring, too; see
 //          engine/attend.cuh. The longer contexts are, the more CTAs have QKV, keys and values, and the fewer
 //          UP.
+//   CTA    behind the head, if the call says so (`chooses`): adders have kept the likeliest of their rows.
+//          The CTA that leaves last embeds what is chosen, so the next launch can begin with it.
 // The order of every sum follows from WARPS, SPLITS, positions and the number of CTAs, so GPUs of one kind
 // give the same bits.
 //

@@ -25,5 +25,5 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) unpack(const __grid_con
 }
 
 // clang-format off
-// gate: registers<=32 arch=sm_80,sm_90a,sm_120a
+// gate: registers<=32 arch=sm_80,sm_90a,sm_100a,sm_120a
 // clang-format on

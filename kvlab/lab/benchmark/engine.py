@@ -17,13 +17,14 @@ import numpy as np
 from kvlab.engine import Decoder
 from kvlab.engine.geometry import published
 from kvlab.engine.weights import Weights, draw, from_seed
+from kvlab.lab.benchmark.decode_cuda import read_bandwidth
 from kvlab.lab.results import Row
 
 __all__ = ["CASES", "NOTE", "benchmark_engine", "check", "repeated"]
 
 NOTE = (
     "us: median from token to token of a greedy stream behind a prompt; GB/s: weights, keys and values that "
-    "a token reads"
+    "a token reads; share: of what the GPU reads at most"
 )
 CASES: dict[str, tuple[tuple[str, int, int], ...]] = {
     "cpu": (("smollm2-135m", 1, 32), ("smollm2-135m", 4, 32)),
@@ -53,7 +54,7 @@ def benchmark_engine(cases: tuple[tuple[str, int, int], ...], *, device: str, to
     Returns
     -------
     list of dict
-        ``model``, ``batch``, ``context``; ``us``, ``tokens/s`` (of all rows), ``GB/s``.
+        ``model``, ``batch``, ``context``; ``us``, ``tokens/s`` (of all rows), ``GB/s``, on a GPU ``share``.
 
     Raises
     ------
@@ -113,7 +114,8 @@ def _time(decoder: Decoder, name: str, context: int, tokens: int) -> Row:
     keys = context + tokens // 2
     per_key = 2 * geometry.layers * geometry.heads_kv * geometry.head_dim
     nbytes = 2 * (geometry.parameters + decoder.batch * keys * per_key)
-    return {
+    row: Row = {
         "model": name, "batch": decoder.batch, "context": context, "us": seconds * 1e6,
         "tokens/s": decoder.batch / seconds, "GB/s": nbytes / seconds / 1e9,
     }  # fmt: skip
+    return row if decoder.device == "cpu" else row | {"share": nbytes / seconds / read_bandwidth()}
