@@ -41,7 +41,7 @@ from kvlab.ops.cuda import plan
 from kvlab.ops.cuda.packed import saved_quad_bytes
 from kvlab.ops.layer_state import NEW_TOKENS, OBSERVED, STATE, new_tokens
 from kvlab.ops.plan import Ladder, PlanShape, crop_bounds
-from kvlab.pages import QUAD, TOKENS_PER_PAGE
+from kvlab.pages import QUAD, TOKENS_PER_PAGE, profile_names
 
 SHAPES = {  # layers, batch, tokens, KV heads, group, sliding window or 0
     "8 x 32K": (32, 8, 32768, 8, 4, 0),
@@ -91,12 +91,14 @@ class Model:
         self.host = LayerFormat(ladder, heads, HEAD_DIM, "bfloat16")
         costs = tuple(self.host.page_bytes(r) for r in range(len(ladder)))
         self.ladder = Ladder(costs, tuple(map(loss_of, ladder)))
+        self.profiles = profile_names(rung.bits_k for rung in ladder)
         self.row_budget = int(fraction * 4 * heads * HEAD_DIM * (self.window or tokens))
         like = torch.empty(1, device="cuda")
         of_layers = [Layer(self.host, 0, "mass", self.window, frame={})] * layers
         row_budgets, waits = [self.row_budget] * layers, [False] * layers
         self.store = DeviceStore(of_layers, batch, GPU, like, tokens + 1024, row_budgets, waits)
         self.store.tables["budget"].fill_(self.row_budget)
+        self.store.tables["k_gain"].fill_(16)  # about what a frame of such keys has
         self.like, self.stream = like, torch.cuda.current_stream().cuda_stream
         rng = np.random.default_rng(0)
         self.mass = torch.from_numpy(rng.lognormal(-np.log(tokens), 1.5, batch * heads * tokens)).cuda()
@@ -135,7 +137,9 @@ class Model:
         states += first * STATE.itemsize
         for phase in range(2):
             lists, groups = workspace.move_lists(phase), workspace.max_groups(phase)
-            kernels.write_tokens(HEAD_DIM, "bfloat16", 0, states, lists, n, groups, moved, self.stream)
+            kernels.write_tokens(
+                HEAD_DIM, "bfloat16", 0, states, lists, n, groups, moved, self.stream, profiles=self.profiles
+            )
             mark(f"write {phase}")
         kernels.copy_pages(HEAD_DIM, "bfloat16", 0, states, lists, n, workspace.max_dropped, self.stream)
         mark("copy")
@@ -169,6 +173,7 @@ class Model:
             kernels.AppendCall(
                 self.store.host_states[layer], self.host.ladder[-1], HEAD_DIM, "bfloat16", 0, num_new=STEPS,
                 group=self.group, scale=1.0, softcap=0.0, observed=OBSERVED["norm"],
+                in_blocks=bool(self.profiles),
             )
             for layer in range(self.layers)
         ]  # fmt: skip
@@ -224,6 +229,7 @@ class Model:
             kernels.AppendCall(
                 self.store.host_states[layer], self.host.ladder[-1], HEAD_DIM, "bfloat16", 0, num_new=1,
                 group=self.group, scale=HEAD_DIM**-0.5, softcap=0.0, observed=OBSERVED["mass"],
+                in_blocks=bool(self.profiles),
             )
             for layer in range(self.layers)
         ]  # fmt: skip

@@ -2,13 +2,14 @@
 
     python benchmarks/quality/settings.py OUT.json [CASES.json] [--device cuda] [--processes 4]
 
-SmolLM2-135M reads 16 windows of the King James Bible, 20 texts with ten numbers each, and windows of 2,048
-tokens. A case (an entry of the list CASES.json, else of `CASES`) has a `name`, `tasks` (methods of `Reader`)
-and options of `KVLabCache`. It may also have
+SmolLM2-135M reads 16 windows of the King James Bible, 20 texts with ten numbers each (or four chains of
+variables, or a list to copy), and windows of 2,048 tokens. A case (an entry of the list CASES.json, else of
+`CASES`) has a `name`, `tasks` (methods of `Reader`) and options of `KVLabCache`. It may also have
 
 - `"dense": true`: full precision; `hqq`: the quantised cache of transformers with so many bits, whose exact
   tokens are counted as float16
 - `scored`: single tokens behind the prompt instead of 128; `first`: tokens of the first of two calls for it
+- `windows`: instead of 16; the first 16 of more are the same
 - `"rotary": false`: the cache does not know how RoPE turns keys
 - `frames`: a file of text; frames are measured from its first 2,000 tokens
 - `text`: "manual" or "code" (`kvlab.lab.quality.text.TEXTS`) instead of the Bible
@@ -42,20 +43,21 @@ from kvlab.lab.benchmark import harness
 from kvlab.lab.quality.divergence import token_divergence, unused_part
 from kvlab.lab.quality.measure import held_bytes
 from kvlab.lab.quality.model import load_smollm2
-from kvlab.lab.quality.prompts import many_keys
+from kvlab.lab.quality.prompts import KINDS
 from kvlab.lab.quality.stress import large_channels, shifted_keys
 from kvlab.lab.quality.text import TEXTS as SOURCES
 from kvlab.lab.quality.text import cut_windows
 from kvlab.ops.key_frames import KeyFrames
 
 WINDOWS, PROMPT, SCORED = 16, 1024, 128
-TEXTS, KEYS, TEXT = 20, 10, 1536
+TEXTS, TEXT = 20, 1536
+ASKED: dict[str, dict[str, int]] = {"retrieval": {"keys": 10}, "tracking": {"chains": 4}, "copying": {}}
 WHOLE, CHUNK, BLOCK = 2047, 64, 32
 FRAMES_OF = 2000
 TASKS = ("single", "retrieval", "grow", "parts64")
 NOT_OPTIONS = {
     *("name", "tasks", "text", "dense", "hqq", "scored", "first", "large", "begin", "constant", "frames"),
-    "rotary",
+    *("rotary", "windows"),
 }
 HELD = {f"default {budget}": {"budget": budget, "plan_length": 1} for budget in (0.17, 0.2, 0.27, 0.3)}
 WIDTHS: dict[str, dict[str, Any]] = {
@@ -78,6 +80,7 @@ RIVALS: dict[str, dict[str, Any]] = {
 if is_hqq_available():
     RIVALS |= {f"hqq {bits}": {"hqq": bits} for bits in (2, 4)}
 LARGE = {"x6 and x11": [6, 11], "x45": [45, 45]}
+LARGE_WINDOWS = 64
 
 
 def _named(cases: dict[str, dict[str, Any]], tasks: list[str], **more: Any) -> list[dict[str, Any]]:
@@ -95,11 +98,12 @@ def _large_channels() -> list[dict[str, Any]]:
         for budget, plan in ((0.2, PROMPT + SCORED), (0.3, PROMPT + SCORED), (0.2, 576))
     }
     held = {name: HELD[name] for name in ("default 0.2", "default 0.3")}
-    found = _named(held, ["single"]) + _named(short, ["single"])
+    more = {"windows": LARGE_WINDOWS}
+    found = _named(held, ["single"], **more) + _named(short, ["single"], **more)
     for name, factors in LARGE.items():
         for begin, base in ((0, held), (PROMPT, held), (10, short)):
             cases = {f"{which}; {name} from {begin} on": options for which, options in base.items()}
-            found += _named(cases, ["single"], large=factors, begin=begin)
+            found += _named(cases, ["single"], large=factors, begin=begin, **more)
     return found
 
 
@@ -132,9 +136,9 @@ CASES: list[dict[str, Any]] = [
     *_named(RIVALS, ["equal_bytes"]),
     *_named(HELD, ["single"], scored=256),
     *_constant(),
-    {"name": "full precision", "dense": True, "tasks": ["retrieval"]},
-    *_named(HELD, ["parts512", "retrieval", "parts64", "single64", "grow"]),
-    *_named(WIDTHS, ["retrieval"]),
+    {"name": "full precision", "dense": True, "tasks": [*ASKED, "floor"]},
+    *_named(HELD, ["parts512", *ASKED, "parts64", "single64", "grow", "free"]),
+    *_named(WIDTHS, [*ASKED, "free"]),
     *_other_texts(),
 ]
 
@@ -146,18 +150,15 @@ class Reader:
         subject = load_smollm2()
         self.model, self.config = subject.model.to(device), subject.model.config
         self.encode, self.measured = subject.encode, dict[str, KeyFrames]()
-        self.text = ""
+        self.text, self.all = "", torch.empty(0)
 
-    def turn_to(self, text: str) -> None:
-        if text == self.text:
-            return
-        self.text, source = text, SOURCES[text][1]()
-        texts = cut_windows(source, self.encode, max(WINDOWS, TEXTS), WHOLE + 1)
-        self.tokens = torch.tensor(texts.tokens[:WINDOWS], device=self.model.device)
-        self.haystacks = [
-            many_keys(source[start:], self.encode, TEXT, keys=KEYS, seed=seed)
-            for seed, start in enumerate(texts.starts[:TEXTS])
-        ]
+    def turn_to(self, text: str, windows: int) -> None:
+        if text != self.text or windows > len(self.all):
+            self.text, self.source = text, SOURCES[text][1]()
+            texts = cut_windows(self.source, self.encode, max(windows, TEXTS), WHOLE + 1)
+            self.all = torch.tensor(texts.tokens, device=self.model.device)
+            self.starts = texts.starts[:TEXTS]
+        self.tokens = self.all[:windows]
 
     def cache(self, case: dict[str, Any], **more: Any) -> Any:
         options = {name: x for name, x in case.items() if name not in NOT_OPTIONS} | more
@@ -222,7 +223,7 @@ class Reader:
             kl.append(new_kl.cpu().numpy())
             same.append(float(new_same.mean()))
             if at in (0, scored - 1):
-                bits.append(self.bits(cache, WINDOWS, PROMPT + at + 1))
+                bits.append(self.bits(cache, len(self.tokens), PROMPT + at + 1))
                 unused.append(unused_part(cache))
         return _summary(np.array(kl).T) | {"top1": float(np.mean(same)), "bits": bits, "unused": unused}
 
@@ -268,14 +269,44 @@ class Reader:
             kl.append(new_kl.cpu().numpy())
         return _summary(np.concatenate(kl, 1)) | {"bits": self.bits(cache, WINDOWS, WHOLE)}
 
+    def floor(self, case: dict[str, Any]) -> dict[str, Any]:
+        """What rounding alone costs: with a dense cache, the prompt in parts of 7."""
+        return self.single(case, 7)
+
+    def free(self, case: dict[str, Any]) -> dict[str, Any]:
+        """The cache writes its most probable tokens; a dense one reads what it writes."""
+        cache, dense = self.cache(case), DynamicCache(config=self.config)
+        tokens, kl, same = self.tokens[:, :PROMPT], [], []
+        for _ in range(SCORED):
+            truth, found = self.logits(tokens, dense)[:, -1], self.logits(tokens, cache)[:, -1]
+            new_kl, new_same = token_divergence(truth, found)
+            kl.append(new_kl.cpu().numpy())
+            same.append(new_same.cpu().numpy())
+            tokens = found.argmax(-1)[:, None]
+        until = np.cumprod(same, 0).sum(0).astype(int).tolist()
+        return _summary(np.array(kl).T) | {"tokens_until_divergence": until}
+
     def retrieval(self, case: dict[str, Any]) -> dict[str, Any]:
+        return self.asked(case, "retrieval")
+
+    def tracking(self, case: dict[str, Any]) -> dict[str, Any]:
+        return self.asked(case, "tracking")
+
+    def copying(self, case: dict[str, Any]) -> dict[str, Any]:
+        return self.asked(case, "copying")
+
+    def asked(self, case: dict[str, Any], kind: str) -> dict[str, Any]:
         """Every question to a row of its own, whose cache has read the text before; answers are forced."""
         device = self.tokens.device
+        haystacks = [
+            KINDS[kind](self.source[start:], self.encode, TEXT, seed=seed, **ASKED[kind])
+            for seed, start in enumerate(self.starts)
+        ]
         cache = self.cache(case)
-        self.logits(torch.tensor([haystack.tokens for haystack in self.haystacks], device=device), cache)
+        self.logits(torch.tensor([haystack.tokens for haystack in haystacks], device=device), cache)
         bits = self.bits(cache, TEXTS, TEXT)
-        cache.batch_repeat_interleave(KEYS)
-        asked = [question for haystack in self.haystacks for question in haystack.questions]
+        cache.batch_repeat_interleave(len(haystacks[0].questions))
+        asked = [question for haystack in haystacks for question in haystack.questions]
         rows = [[*question.ask, *question.answer] for question in asked]
         longest = max(map(len, rows))
         tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=device)
@@ -311,12 +342,12 @@ def _work(cases: Any, found: Any, device: str, end: float) -> None:
             except queue.Empty:
                 return
             begin, result = time.time(), {}
-            reader.turn_to(case.get("text", "bible"))
+            reader.turn_to(case.get("text", "bible"), case.get("windows", WINDOWS))
             with reader.changed(case):
                 for task in case.get("tasks", TASKS):
                     try:
                         result[task] = getattr(reader, task)(case)
-                    except BudgetError as error:
+                    except (BudgetError, torch.OutOfMemoryError) as error:
                         result[task] = {"error": str(error)}
             torch.cuda.empty_cache()  # for the other processes
             found.put({"case": case, "seconds": round(time.time() - begin, 1), **result})
@@ -325,16 +356,24 @@ def _work(cases: Any, found: Any, device: str, end: float) -> None:
 def _lines(rows: list[dict[str, Any]]) -> list[str]:
     """A line for each case and task: what issues and pages ask for."""
     lines = []
-    answers = {row["case"].get("text"): row["retrieval"] for row in rows if "dense" in row["case"]}
+    answers = {
+        (row["case"].get("text"), task): row[task]
+        for row in rows
+        if "dense" in row["case"]
+        for task in ASKED
+        if task in row
+    }
     for row in sorted(rows, key=lambda row: str(row["case"]["name"])):
-        full = answers.get(row["case"].get("text"))
-        results = {task: x for task, x in row.items() if task in (*TASKS, "single64", "parts512", "chunks64")}
+        results = {task: x for task, x in row.items() if task not in ("case", "seconds", "equal_bytes")}
         results |= {f"equal bytes, {name}": x for name, x in row.get("equal_bytes", {}).items()}
         for task, x in results.items():
+            full = answers.get((row["case"].get("text"), task))
             line = f"{row['case']['name']} | {task} | bits {np.max(x.get('bits', 0)):.3f} | "
             if "kl" in x:
                 line += f"KL {x['kl']:.5f} +- {x['error']:.5f}, last quarter {x['last_quarter']:.5f}"
                 line += f" | unused {x['unused'][-1]:.4f}" if x.get("unused") else ""
+                until = x.get("tokens_until_divergence")
+                line += f" | {np.mean(until):.0f} tokens until divergence" if until else ""
             elif "exact" in x and full:
                 both, lost = np.logical_and(x["exact"], full["exact"]), np.subtract(x["log_p"], full["log_p"])
                 line += (

@@ -1,0 +1,208 @@
+"""Prefill and append of two versions in turns, in the words of `run.py` of each.
+
+    python benchmarks/cache_plan/turns.py OUT.json BEFORE AFTER [--head-dims 128,64] [--rounds 4]
+
+BEFORE and AFTER are folders of checkouts. One process of each answers in turns. A round fills 32 layers anew,
+one prefill each: `write` is the kernel that writes the tokens, `call` a plan with all that it launches. Then
+`append` is one token a row, by the layer, in a graph of all: three times twelve replays. Given are medians
+in microseconds. The version before has the ladder 2, 3, 4, 8; that after has it, and the default ladder with
+profiles, in as many bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import inspect
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SHAPES = {"8 x 32K": (32, 8, 32768, 8, 4), "1 x 32K": (32, 1, 32768, 8, 4)}
+FRACTION = 0.265  # of the bytes of 16 bits
+REPLAYS = 12  # an open page holds so many tokens
+LADDERS = {"before": ["2,3,4,8"], "after": ["2,3,4,8", "blocks"]}
+
+
+def load(folder: str) -> Any:
+    """`run.py` of a version, with the kvlab of its folder."""
+    path = Path(folder, "benchmarks", "cache_plan", "run.py")
+    spec = importlib.util.spec_from_file_location("run", path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def serve(folder: str) -> None:
+    """Answer lines of (head_dim, shape, ladder) on stdin with the times of a round."""
+    run = load(folder)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        head_dim, shape, ladder = json.loads(line)
+        run.HEAD_DIM = head_dim
+        sizes = SHAPES[shape] + ((0,) if len(run.SHAPES["8 x 32K"]) == 6 else ())
+        model = run.Model(run.LADDERS[ladder][0], FRACTION, *sizes)
+        times = {**prefill(run, model), "append": append(run, model)}
+        del model
+        run.torch.cuda.empty_cache()
+        print("times", json.dumps(times), flush=True)
+
+
+def prefill(run: Any, model: Any) -> dict[str, list[float]]:
+    """Microseconds of each layer but the first two: its kernel, and all that is launched."""
+    found: list[dict[str, float]] = []
+
+    class Clock(run.Clock):  # type: ignore[misc,name-defined]
+        def times(self) -> dict[str, float]:
+            found.append(super().times())
+            return found[-1]
+
+    whole, run.Clock = run.Clock, Clock
+    model.prefill()
+    run.Clock = whole
+    return {"write": [x["write 0"] for x in found[2:]], "call": [sum(x.values()) for x in found[2:]]}
+
+
+def append(run: Any, model: Any) -> list[float]:
+    """Microseconds of an append of one token a row, by the layer, of every replay."""
+    torch, heads = run.torch, model.heads * model.group
+    known = inspect.signature(run.kernels.AppendCall).parameters
+    options: dict[str, Any] = {"num_new" if "num_new" in known else "steps": 1}
+    if "in_blocks" in known:
+        options["in_blocks"] = bool(model.profiles)
+    observed = (run if hasattr(run, "OBSERVED") else run.kernels).OBSERVED["mass"]
+    calls = [
+        run.kernels.AppendCall(
+            model.store.host_states[layer], model.host.ladder[-1], run.HEAD_DIM, "bfloat16", 0,
+            group=model.group, scale=run.HEAD_DIM**-0.5, softcap=0.0, observed=observed, **options,
+        )
+        for layer in range(model.layers)
+    ]  # fmt: skip
+    k, v = torch.randn(2, model.batch, 1, model.heads, run.HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(model.batch, 1, heads, run.HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    out, lse = torch.randn_like(q), torch.zeros(model.batch, heads, 1, device="cuda")
+    views = [run.cuda_view(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v"))]
+
+    def body() -> None:
+        for call in calls:
+            call(*views, 0, out.data_ptr(), lse.data_ptr(), True, torch.cuda.current_stream().cuda_stream)
+
+    num_bh = model.batch * model.heads
+    opens = model.store.tables["open"].view(model.layers, num_bh, -1).long().clamp(min=0)
+    empty = partial(model.store.tables["count"].view(model.layers, num_bh, -1).scatter_, 2, opens, 0)
+    empty()
+    body()
+    torch.cuda.synchronize()
+    graph, found = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        body()
+    for _ in range(3):
+        empty()
+        torch.cuda._sleep(100_000)
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            graph.replay()
+            mark.record()
+        torch.cuda.synchronize()
+        found += [1e3 * a.elapsed_time(b) / model.layers for a, b in pairwise(marks)][1:]
+    model.check()
+    return found
+
+
+class Version:
+    """A process that answers for one version."""
+
+    def __init__(self, folder: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "serve", str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join((str(folder), *_paths()))},
+        )  # fmt: skip
+
+    def ask(self, *case: Any) -> None:
+        assert self.process.stdin
+        print(json.dumps(case), file=self.process.stdin, flush=True)
+
+    def answer(self, word: str = "times") -> Any:
+        assert self.process.stdout
+        for line in self.process.stdout:
+            if line.startswith(word):
+                return json.loads(line[len(word) :] or "null")
+        raise RuntimeError(f"a version ended with status {self.process.wait()}")
+
+
+def _paths() -> list[str]:
+    """Of PYTHONPATH, what is no checkout of kvlab."""
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return [path for path in paths if path and not Path(path, "kvlab").exists()]
+
+
+def measure(versions: dict[str, Version], rounds: int, head_dim: int, shape: str) -> dict[str, Any]:
+    """Both versions in turns, each of them with its ladders."""
+    asked = [(name, ladder) for name in versions for ladder in LADDERS[name]]
+    found: dict[str, dict[str, list[float]]] = {f"{name} {ladder}": {} for name, ladder in asked}
+    for name, ladder in asked:  # both compile at once
+        versions[name].ask(head_dim, shape, ladder)
+    for name, _ in asked:
+        versions[name].answer()
+    for turn in range(rounds):
+        for name, ladder in asked if turn % 2 else asked[::-1]:
+            versions[name].ask(head_dim, shape, ladder)
+            for part, values in versions[name].answer().items():
+                found[f"{name} {ladder}"].setdefault(part, []).extend(values)
+    medians = {
+        name: {part: round(float(np.median(values)), 3) for part, values in parts.items()}
+        for name, parts in found.items()
+    }
+    base = medians["before 2,3,4,8"]
+    times = {
+        name: {part: round(parts[part] / base[part], 4) for part in base}
+        for name, parts in medians.items()
+        if name.startswith("after")
+    }
+    return {"head_dim": head_dim, "shape": shape, "us": medians, "times": times}
+
+
+def cases(given: argparse.Namespace) -> list[Any]:
+    from kvlab.lab.benchmark import harness  # not above: the processes may be of a version without it
+
+    versions: dict[str, Version] = {}
+
+    def one(head_dim: int, shape: str) -> dict[str, Any]:
+        if not versions:
+            versions.update(before=Version(given.before), after=Version(given.after))
+            for version in versions.values():
+                version.answer("ready")
+        return measure(versions, given.rounds, head_dim, shape)
+
+    return [
+        harness.Case(f"{shape}, head_dim {head_dim}", partial(one, head_dim, shape))
+        for head_dim, shape in product(given.head_dims, SHAPES)
+    ]
+
+
+def main() -> int:
+    from kvlab.lab.benchmark import harness
+
+    parser = harness.options(__doc__)
+    parser.add_argument("before", type=Path, help="folder of a checkout")
+    parser.add_argument("after", type=Path, help="folder of another one")
+    parser.add_argument("--head-dims", type=harness.numbers, default="128,64")
+    parser.add_argument("--rounds", type=int, default=4)
+    return harness.run(parser, cases)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["serve"]:
+        serve(sys.argv[2])
+    else:
+        raise SystemExit(main())
