@@ -3,10 +3,10 @@
     python benchmarks/cache_plan/turns.py OUT.json BEFORE AFTER [--head-dims 128,64] [--rounds 4]
 
 BEFORE and AFTER are folders of checkouts. One process of each answers in turns. A round fills 32 layers anew,
-one prefill each: `write` is the kernel that writes the tokens, `call` a plan with all that it launches. Then
-`append` is one token a row, by the layer, in a graph of all: three times twelve replays. Given are medians
-in microseconds. The version before has the ladder 2, 3, 4, 8; that after has it, and the default ladder with
-profiles, in as many bytes.
+one prefill each: `write` is the kernel that writes the tokens, `plan` all else that a plan launches, `host`
+what the host takes to launch it, while the device waits. Then `append` is one token a row, by the layer, in a
+graph of all: three times twelve replays. Given are medians in microseconds. The version before has the ladder
+2, 3, 4, 8; that after has it, and the default ladder with profiles, in as many bytes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
@@ -58,18 +59,29 @@ def serve(folder: str) -> None:
 
 
 def prefill(run: Any, model: Any) -> dict[str, list[float]]:
-    """Microseconds of each layer but the first two: its kernel, and all that is launched."""
+    """Microseconds of each layer but the first two."""
     found: list[dict[str, float]] = []
 
     class Clock(run.Clock):  # type: ignore[misc,name-defined]
+        begin = 0.0
+
+        def mark(self, name: str) -> None:
+            if not self.marks:
+                run.torch.cuda._sleep(run.WAIT)
+                self.begin = time.perf_counter()
+            super().mark(name)
+
         def times(self) -> dict[str, float]:
-            found.append(super().times())
-            return found[-1]
+            host = 1e6 * (time.perf_counter() - self.begin)
+            times = super().times()
+            write = times["write 0"]
+            found.append({"write": write, "plan": sum(times.values()) - write, "host": host})
+            return times
 
     whole, run.Clock = run.Clock, Clock
     model.prefill()
     run.Clock = whole
-    return {"write": [x["write 0"] for x in found[2:]], "call": [sum(x.values()) for x in found[2:]]}
+    return {part: [times[part] for times in found[2:]] for part in found[0]}
 
 
 def append(run: Any, model: Any) -> list[float]:
@@ -136,7 +148,7 @@ class Version:
         assert self.process.stdout
         for line in self.process.stdout:
             if line.startswith(word):
-                return json.loads(line[len(word) :] or "null")
+                return json.loads(line[len(word) :].strip() or "null")
         raise RuntimeError(f"a version ended with status {self.process.wait()}")
 
 
