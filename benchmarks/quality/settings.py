@@ -79,6 +79,12 @@ RIVALS: dict[str, dict[str, Any]] = {
 }
 if is_hqq_available():
     RIVALS |= {f"hqq {bits}": {"hqq": bits} for bits in (2, 4)}
+SIDES: dict[str, dict[str, Any]] = {
+    "no 8": {"bits": ["k4220v2", "k4422v2", "k8422v3", "k8444v4"]},
+    **{f"floor {floor}": {"floor": floor} for floor in (0, 4)},
+    **{name: {"importance": name} for name in ("forecast", "key_norm", "recency", "uniform")},
+    "recent 64": {"recent": 64},
+}
 LARGE = {"x6 and x11": [6, 11], "x45": [45, 45]}
 LARGE_WINDOWS = 64
 
@@ -130,6 +136,16 @@ def _other_texts() -> list[dict[str, Any]]:
     return found
 
 
+def _sides() -> list[dict[str, Any]]:
+    """Options that choose between running text and late questions."""
+    cases = {
+        f"{name} {budget}": {"budget": budget, "plan_length": 1, **options}
+        for budget in (0.2, 0.27)
+        for name, options in SIDES.items()
+    }
+    return _named(cases, ["single", "retrieval"])
+
+
 CASES: list[dict[str, Any]] = [
     *_named(HELD, ["chunks64"]),
     *_large_channels(),
@@ -139,6 +155,7 @@ CASES: list[dict[str, Any]] = [
     {"name": "full precision", "dense": True, "tasks": [*ASKED, "floor"]},
     *_named(HELD, ["parts512", *ASKED, "parts64", "single64", "grow", "free"]),
     *_named(WIDTHS, [*ASKED, "free"]),
+    *_sides(),
     *_other_texts(),
 ]
 

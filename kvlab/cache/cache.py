@@ -56,8 +56,9 @@ class MixedPrecisionCache(Runner):
         unchanged, 0 evicts. Keys are worth more bits than values. `"k8422v3"` has widths of its own for each
         quarter of a key's channels, those of most energy first. "default": see `kvlab.ladder.default_bits`.
     importance : str or callable
-        "attention", "forecast", "key_norm", "recency", "uniform", or an update function (see
-        `kvlab.cache.importance`).
+        What keeps a token wide: "attention", what it received of late, then on average; "forecast", the same
+        a collection ahead; "key_norm", 1 / the norm of its key; "recency", 1 / its age; "uniform", nothing,
+        so all are alike. Or an update function (see `kvlab.cache.importance`).
     allocator : {"greedy", "dp", "uniform"}
         How widths are chosen under the budget. "dp" is the optimum, and its time grows as the square of the
         length: a plan of 32K tokens takes about as long as with "greedy", one of 100K four times as long.

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[3]
 FILES = {path: path.read_text() for path in sorted((ROOT / "benchmarks").rglob("*.py"))}
 SCRIPTS = [str(path.relative_to(ROOT)) for path, text in FILES.items() if "harness.run(" in text]
 NEEDED = {
+    "benchmarks/cache_plan/turns.py": ["OUT.json", "BEFORE", "AFTER"],
     "benchmarks/cpu_decode/turns.py": ["OUT.json", "BEFORE", "AFTER"],
     "benchmarks/quality/simulation.py": ["OUT.json", "FORMATS.json"],
     "benchmarks/engine/tokens.py": ["--cases", "pythia-2.8b:1x32,pythia-2.8b:8x1024"],
