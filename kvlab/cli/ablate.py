@@ -176,8 +176,8 @@ def _run_tasks(
             f"--context-length {length} and {scored} tokens behind it are more than the {known.longest} that "
             "the model was made for"
         )
-    read = max(-(-(length + scored) // (2 * CHUNK)) * 2 * CHUNK, known.shortest)
-    case = make_case(budget, "default", read, True, device.partition(":")[0], 1, (None,) * 4)
+    tokens = max(-(-(length + scored) // (2 * CHUNK)) * 2 * CHUNK, known.shortest)
+    case = make_case(budget, "default", tokens, True, device.partition(":")[0], 1, (None,) * 4)
     refuse_too_large([case] * 4)  # this cache and three opponents are read beside each other
     subject = tiny_llama() if tiny else load_smollm2()
     subject.model.to(device)

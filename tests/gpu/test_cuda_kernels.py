@@ -81,7 +81,7 @@ def test_softcap_scale_and_kept_scores(backend: Any) -> None:
 @pytest.mark.parametrize("ladder", LADDERS)
 def test_scores_kept_as_bytes_are_those_of_float32_rounded(group: int, softcap: float, ladder: str) -> None:
     pages = draw_pages(18, "bfloat16", 128, LADDERS[ladder], np.array([[20, 9], [0, 33]]))
-    size = np.float32(2 if ladder == "widths" else 1).astype(DTYPES["bfloat16"])
+    size = np.float32(2 if ladder == "widths" else 0.125).astype(DTYPES["bfloat16"])
     q = draw_queries(18, "bfloat16", 2, 3, 2 * group, 128) * size
     _, exact, found = check_scores_as_bytes(q, pages, softcap)
     kept = np.isfinite(found)
