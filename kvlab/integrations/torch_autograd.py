@@ -32,7 +32,7 @@ from kvlab.ops.attention_call import (
     longest_of,
 )
 
-__all__ = ["attention", "attention_varlen", "with_contiguous_rows"]
+__all__ = ["attention", "attention_varlen", "refuse_transforms", "with_contiguous_rows"]
 
 Two = tuple[torch.Tensor, torch.Tensor]
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -110,7 +110,7 @@ def attention_varlen(
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`kvlab.attention_varlen` with gradients.
+    """`kvlab.attention_varlen` with gradients, without results that are merged, which have none.
 
     Parameters
     ----------
@@ -144,6 +144,15 @@ def attention_varlen(
     options, longest = checked_options(causal, scale, window, softcap), longest_of(max_seqlen_q, max_seqlen_k)
     numbers = longest, options, flag(deterministic, "deterministic")
     return _run((q, k, v, cu_seqlens_q, cu_seqlens_k), numbers, flag(return_lse, "return_lse"))
+
+
+def refuse_transforms() -> None:
+    """Refuse gradients under the transforms of torch.func."""
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "attention has no rule for the transforms of torch.func (grad, vmap, ...): call backward(), or "
+            "torch.autograd.grad"
+        )
 
 
 def with_contiguous_rows(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -192,8 +201,8 @@ def _run(tensors: tuple[Any, ...], numbers: Numbers, return_lse: bool) -> torch.
         if _is_looked_at(tensors):
             return _operate(tensors, numbers, return_lse)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        record = _Recorded.apply if torch._C._are_functorch_transforms_active() else _record
-        recorded: torch.Tensor | Two = record(q, k, v, known, calls, return_lse, *bounds)
+        refuse_transforms()
+        recorded: torch.Tensor | Two = _record(q, k, v, known, calls, return_lse, *bounds)
         return recorded
     call, addresses = known or _call_of(calls.forward, tensors)
     found: torch.Tensor | Two = forward.compute(call, addresses, tensors, return_lse)

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 import kvlab
 from kvlab.arguments import flag
 from kvlab.arrays import opaque
-from kvlab.integrations.torch_autograd import with_contiguous_rows
+from kvlab.integrations.torch_autograd import refuse_transforms, with_contiguous_rows
 
 __all__ = ["grouped_attention_varlen"]
 
@@ -34,6 +34,8 @@ def grouped_attention_varlen(
     max_seqlen_k: int | None = None,
 ) -> list[torch.Tensor] | tuple[list[torch.Tensor], list[torch.Tensor]]:
     """`kvlab.grouped_attention_varlen` with gradients.
+
+    Without what has none, keys in segments and results that are merged, and without sm_margin.
 
     Parameters
     ----------
@@ -75,8 +77,8 @@ max_seqlen_k
         "causal": causal, "scale": scale, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k,
     }  # fmt: skip
     options = shared, flag(deterministic, "deterministic"), implementation
-    record = _Recorded.apply if torch._C._are_functorch_transforms_active() else _record
-    found = record(options, *with_contiguous_rows(k, v, *q_groups))
+    refuse_transforms()
+    found = _record(options, *with_contiguous_rows(k, v, *q_groups))
     outs, lses = list(found[: len(q_groups)]), list(found[len(q_groups) :])
     return (outs, lses) if flag(return_lse, "return_lse") else outs
 

@@ -167,8 +167,11 @@ def test_gradients_of_many_tiles(head_dim: int) -> None:
                 )
                 for name in ("separate", "paired")
             ]  # fmt: skip
-            for one, other in zip(*((torch.cat(x[0]), *x[1:]) for x in found), strict=True):
-                assert (one.float() - other.float()).norm() < 3e-3 * one.float().norm()
+            shorter = own | {"prefix_lens": [x - 1 for x in own["prefix_lens"]]}
+            wrong = kvlab.grouped_attention_varlen_backward(douts, *arrays, outs, lses, **shorter)
+            right, paired, wrong = ((torch.cat(x[0]).float(), *x[1:]) for x in (*found, wrong))
+            for one, other, shifted in zip(right, paired, wrong, strict=True):
+                assert (one - other).norm() < 3e-3 * one.norm() < (one - shifted.float()).norm()
 
 
 @pytest.mark.parametrize("implementation", ["separate", "listed", "paired"])
@@ -187,6 +190,10 @@ def test_float16_against_separate_calls(head_dim: int, implementation: str) -> N
     dq, dk, dv = kvlab.grouped_attention_varlen_backward(douts, *arrays, outs, lses, **own)
     for one, other in zip((torch.cat(dq), dk, dv), of_separate, strict=True):
         np.testing.assert_allclose(to_numpy(one), other, rtol=0, atol=1e-2)
+    own["prefix_lens"] = [x - 1 for x in own["prefix_lens"]]
+    wrong = kvlab.grouped_attention_varlen(*arrays, implementation=implementation, **own)
+    for one, other in zip(wrong, expected, strict=True):
+        assert np.abs(to_numpy(one).astype(np.float32) - other.astype(np.float32)).max() > 1e-2
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -109,6 +109,12 @@ def test_compiles_as_one_graph(varlen: bool) -> None:
     assert sum(name.startswith(f"kvlab.{kind}_backward.") for name in named) == 1
 
 
+def test_transforms_of_torch_func_are_refused_by_name() -> None:
+    q, k, v = (x.detach() for x in _leaves((1, 4, 2, 8), (1, 5, 1, 8), (1, 5, 1, 8), dtype=torch.float32))
+    with pytest.raises(NotImplementedError, match=r"no rule for the transforms of torch\.func"):
+        torch.func.grad(lambda x: attention(x, k, v).sum())(q)
+
+
 def test_the_operators_pass_the_checks_of_torch() -> None:
     """Schema, fake shapes and the registration of gradients, as torch tests operators."""
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")

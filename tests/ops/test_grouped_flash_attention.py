@@ -1,5 +1,6 @@
 """grouped_attention_varlen on backends of the CPU: promise 2, equal to separate calls, what it refuses."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,10 @@ def test_float16_against_separate_calls(name: str, implementation: str) -> None:
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-3)
     for one, other in zip(gradients(case), of_separate, strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-2)
+    fewer = replace(case, prefixes=[[max(0, x - 1) for x in prefix] for prefix in case.prefixes])
+    wrong, _ = attend(fewer, implementation=implementation)
+    for one, other in zip((*wrong, *gradients(fewer)), (*outs, *of_separate), strict=True):
+        assert np.abs(one.astype(np.float32) - other.astype(np.float32)).max() > 1e-2
 
 
 @pytest.mark.parametrize("dtype", FLOATS[:2], ids=str)
