@@ -36,7 +36,10 @@ LADDERS = {
     "04": (Ladder((0, 2136), (2.0, 0.018)), True),
     "16": (Ladder((8248,), (0.0,)), False),
     "0 2 16": (Ladder((0, 1112, 8248), (2.0, 0.223, 0.0)), True),
+    "equal": (Ladder((344, 344, 600, 600, 1112), (0.223, 0.144, 0.0417, 0.018, 1e-4)), False),
+    "0 equal": (Ladder((0, 344, 344, 600), (2.0, 0.223, 0.018, 1e-4)), True),
 }
+"""Bytes and loss of each level, and whether the lowest is eviction; "equal": some have the same bytes."""
 
 
 @st.composite
@@ -235,7 +238,7 @@ class Simulation:
         return np.where(live, cost, 0).sum(1).reshape(layer.batch, layer.heads).sum(1) + self.fixed
 
     def check(self, before: dict[tuple[int, int], tuple[int, int]], change: Change) -> None:
-        layer, evicts = self.layer, LADDERS[self.name][1]
+        layer, (ladder, evicts) = self.layer, LADDERS[self.name]
         after = self.levels()
         missing = set(self.held) - set(after)
         assert set(after) <= set(self.held)
@@ -245,6 +248,9 @@ class Simulation:
         for at, (r, code) in after.items():
             top = before[at][0] if at in before else len(layer.rungs) - 1
             assert r <= top
+            assert (
+                ladder.cost[r + evicts] not in ladder.cost[r + evicts + 1 :]
+            )  # the highest of as many bytes
             assert code == before.get(at, (0, code))[1]
             if self.window and top == len(layer.rungs) - 1 and not change.status:
                 assert (r == top) == (at[1] >= layer.seqlen - self.window)

@@ -46,36 +46,45 @@ HULL = np.dtype([("rate", "f4", RUNGS), ("level", "i4", RUNGS), ("edges", "i4")]
 _PAGE, _RUN = TOKENS_PER_PAGE, 1 << 16
 
 
+def _highest_levels(cost: tuple[int, ...]) -> list[int]:
+    """Of each number of bytes, the highest level that counts it."""
+    return [level for level, c in enumerate(cost) if c not in cost[level + 1 :]]
+
+
 @dataclass(frozen=True)
 class Ladder:
     """Bytes that a page counts and loss of its tokens at each level, lowest first; level 0 may be eviction.
+
+    Levels may count the same bytes: pages of few channels do at several widths. Plans choose the highest of
+    them that a chunk may rise to.
 
     Examples
     --------
     >>> [level for level, _ in Ladder((10, 20, 30), (8.0, 7.5, 1.0)).edges(2)]
     [2]
+    >>> Ladder((10, 10, 30), (8.0, 7.5, 1.0)).edges(2)
+    [(1, np.float32(inf)), (2, np.float32(0.325))]
     """
 
     cost: tuple[int, ...]
     loss: tuple[float, ...]
 
     def edges(self, top: int) -> list[tuple[int, np.float32]]:
-        """Corners of the lower convex hull of (bytes, loss) up to a level, but for the lowest one.
+        """Corners of the lower convex hull of (bytes, loss) up to a level, but for the lowest level.
 
-        Of each: its level, and the loss that a byte saves on the way to it.
+        Of each: its level, and the loss that a byte saves on the way to it; infinite if none is needed.
         """
-        found: list[tuple[int, np.float32]] = []
-        here = 0
-        while True:
-            rates = {
-                level: (self.loss[here] - self.loss[level]) / (self.cost[level] - self.cost[here])
-                for level in range(here + 1, top + 1)
-                if self.cost[level] > self.cost[level - 1]  # not at the window's, behind a rung of width 16
-            }
-            if not rates:
-                return found
-            here = max(rates, key=lambda level: rates[level])
-            found.append((here, np.float32(rates[here])))
+        here, *higher = _highest_levels(self.cost[: top + 1])
+        found: list[tuple[int, np.float32]] = [(here, np.float32(np.inf))] if here else []
+        while higher:
+            rates = [
+                (self.loss[here] - self.loss[level]) / (self.cost[level] - self.cost[here])
+                for level in higher
+            ]
+            steepest = int(np.argmax(rates))
+            here, higher = higher[steepest], higher[steepest + 1 :]
+            found.append((here, np.float32(rates[steepest])))
+        return found
 
 
 @dataclass(frozen=True)
@@ -247,14 +256,18 @@ def ample_nbytes(
 
 
 def optimum(weights: Floats, ceilings: Ints, ladder: Ladder, bytes_left: int) -> Ints:
-    """Levels of chunks as `allocator="dp"` chooses them; the lowest one where that does not fit.
+    """Levels of chunks as `allocator="dp"` chooses them; those of the fewest bytes where that does not fit.
 
     Arguments as of `kvlab.reference.cache_plan.by_price`.
     """
+    highest = _highest_levels(ladder.cost)
+    levels = np.minimum(highest, ceilings[:, None])
     if len(weights) * ladder.cost[0] > bytes_left:
-        return np.zeros(len(weights), np.int64)
-    loss = weights.astype(np.float64)[:, None] * np.array(ladder.loss)
-    return allocate(loss, ladder.cost, bytes_left, ceiling=ceilings, method="dp")
+        return levels[:, 0]
+    loss = weights.astype(np.float64)[:, None] * np.array(ladder.loss)[levels]
+    cost, tops = np.array(ladder.cost)[highest], np.searchsorted(highest, ceilings)
+    chosen = allocate(loss, cost, bytes_left, ceiling=tops, method="dp")
+    return levels[np.arange(len(levels)), chosen]
 
 
 def choose_optimum(

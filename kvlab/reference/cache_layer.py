@@ -38,30 +38,33 @@ class Ladder:
     """Bytes that a page counts and loss of its tokens at each level, lowest first; level 0 may be eviction.
 
     `edges(top)` are the corners of the lower convex hull of (bytes, loss) up to a level, as (level, loss
-    saved per byte) from the lowest corner on.
+    saved per byte) from the lowest level on. Of levels of the same bytes the highest is the corner; where
+    that is not the lowest level, the way there saves infinitely much.
 
     Examples
     --------
     >>> [level for level, _ in Ladder((10, 20, 30), (8.0, 7.5, 1.0)).edges(2)]
     [2]
+    >>> [level for level, _ in Ladder((10, 10, 10, 20), (8.0, 7.5, 1.0, 0.5)).edges(3)]
+    [2, 3]
     """
 
     cost: tuple[int, ...]
     loss: tuple[float, ...]
 
     def edges(self, top: int) -> list[tuple[int, np.float32]]:
-        corners: list[tuple[int, float]] = [(0, np.inf)]
-        for level in range(1, top + 1):
-            if self.cost[level] == self.cost[level - 1]:  # a rung of width 16, and the window's
-                continue
-            while True:
-                start = corners[-1][0]
-                rate = (self.loss[start] - self.loss[level]) / (self.cost[level] - self.cost[start])
-                if rate <= corners[-1][1]:
-                    break
+        corners: list[tuple[int, float]] = []
+        for level in range(top + 1):
+            rate = np.inf
+            while corners:
+                start, steepest = corners[-1]
+                if self.cost[level] > self.cost[start]:
+                    rate = (self.loss[start] - self.loss[level]) / (self.cost[level] - self.cost[start])
+                    if rate <= steepest:
+                        break
                 corners.pop()
             corners.append((level, rate))
-        return [(level, np.float32(rate)) for level, rate in corners[1:]]
+        return [(level, np.float32(rate)) for level, rate in corners if level]
 
 
 @dataclass(frozen=True)

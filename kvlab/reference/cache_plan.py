@@ -128,11 +128,12 @@ def uniform(
     weights: NDArray[np.float32], ceilings: Ints, ladder: Ladder, bytes_left: int
 ) -> NDArray[np.int64]:
     """Choose one level for all chunks, or their ceiling where that is lower: the highest that fits."""
-    for level in range(len(ladder.cost) - 1, 0, -1):
+    cost = np.array(ladder.cost)
+    for level in range(len(cost) - 1, -1, -1):
         chosen = np.minimum(ceilings, level)
-        if sum(ladder.cost[level] for level in chosen) <= bytes_left:
-            return chosen
-    return np.zeros(len(weights), np.int64)
+        if cost[chosen].sum() <= bytes_left or cost[level] == cost[0]:
+            break
+    return chosen
 
 
 def plan(

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.errors import BudgetError
 from kvlab.ladder import ERRORS
+from kvlab.ops.allocator import METHODS
 from kvlab.ops.cpu.page_tokens import decode_tokens
 from kvlab.ops.key_frames import KeyFrames
 from kvlab.ops.layer_state import WAITING_PAGES
@@ -416,6 +417,35 @@ def test_important_tokens_keep_their_width():
     listed = tokens_in(cache.pages(0), 0)
     wanted = (listed.position >= 100) & (listed.position < 140)
     assert listed.rung[wanted].mean() > listed.rung[~wanted].mean() + 0.5
+
+
+@pytest.mark.parametrize("allocator", METHODS)
+@pytest.mark.parametrize(
+    ("head_dim", "bits", "budget", "worse"),
+    [
+        (16, "default", 0.5, ("2", "k3v2")),
+        (16, (2, 3, 4, 8), "tight", ("2", "3")),
+        (32, (2, 3, 4, 8), 0.35, ("3",)),
+        (48, (0, 2, 3, 4, 8), 0.3, ("3",)),
+        (64, ("k8882v2", "k8884v2", 8), 0.5, ("k8882v2",)),
+    ],
+)
+def test_no_page_is_at_a_rung_of_the_bytes_of_a_higher_one(allocator, head_dim, bits, budget, worse):
+    """Words of pages are shared by tiles, so pages of few channels take the same bytes at several widths."""
+    if budget == "tight":
+        free = MixedPrecisionCache(1, 2, 1, head_dim, budget=None, bits=bits)
+        budget = free.smallest_nbytes(230)
+    cache = MixedPrecisionCache(
+        1, 2, 1, head_dim, budget=budget, bits=bits, allocator=allocator, plan_length=230
+    )
+    rng = np.random.default_rng(0)
+    for length in (200, 20, *[1] * 10):
+        q, k, v = (rng.normal(size=(1, length, n, head_dim)).astype(np.float16) for n in (2, 1, 1))
+        cache.step(0, q, k, v)
+    cache.crop(40)
+    pages = {name: n.sum() for name, n in cache.allocation().items()}
+    assert sum(pages.values()) > 0
+    assert not any(pages[name] for name in worse)
 
 
 def test_a_floor_keeps_tokens_readable_that_nobody_attends():

@@ -247,6 +247,13 @@ def test_long_sequences_with_many_warps_a_class() -> None:
     play_run(run | PLAIN | {"share": 0.1, "first": 0})
 
 
+@pytest.mark.parametrize("choose", ["greedy", "uniform", "dp"])
+@pytest.mark.parametrize("name", ["equal", "0 equal"])
+def test_levels_of_equal_bytes(name: str, choose: str) -> None:
+    run = draw_run(0) | PLAIN | {"name": name, "choose": choose, "tight": True, "lengths": [150, 90]}
+    play_run(run | {"steps": 2, "share": 0.1, "first": 0})
+
+
 def test_comparison_refuses_wrong_tables() -> None:
     rng = np.random.default_rng(0)
     simulation = Simulation(empty_layer("248", 1, 2, 120, 90_000, 200), "248")

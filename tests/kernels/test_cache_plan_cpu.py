@@ -105,6 +105,18 @@ def test_every_change_is_that_of_the_oracle(run: dict) -> None:
     play(run, Compared)
 
 
+@pytest.mark.parametrize("choose", CHOICES)
+@pytest.mark.parametrize("name", ["equal", "0 equal"])
+def test_levels_of_equal_bytes_are_chosen_as_by_the_oracle(name: str, choose: str) -> None:
+    """Also where a plan is over its budget; `Simulation.check` refuses pages at others than the highest."""
+    run = {
+        "name": name, "batch": 1, "heads": 2, "lengths": [150, 90], "steps": 2, "cropped": 0.3, "share": 0.1,
+        "kind": "normal", "first": 0, "tight_slabs": False, "by_position": False, "tight": True, "window": 0,
+        "reach": 0, "floor": 1 << 32, "choose": choose, "seed": 0,
+    }  # fmt: skip
+    play(run, Compared)
+
+
 def test_new_pages_are_cut_down_as_by_the_oracle() -> None:
     rng = np.random.default_rng(0)
     simulation = Compared(empty_layer("2348", 2, 2, 160, 150_000, 800), "2348")
@@ -149,7 +161,7 @@ def test_a_difference_is_found() -> None:
     assert differences(layer, other) == ["num_free", "entry_of"]
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("head_dim", [16, 48, 64, 80, 128, 256])
 def test_hulls_are_those_of_the_oracle(head_dim: int) -> None:
     """Of every ladder, with eviction and with pages of a window behind a rung of width 16."""
     words = ("0", "2", "k4v2", "3", "4", "k8v4", "8", "16")

@@ -12,8 +12,9 @@ from kvlab.ops.plan import ample_nbytes, smallest_nbytes
 from kvlab.pages import decode_importance, encode_importance
 from kvlab.reference import cache_plan
 from kvlab.reference.cache_layer import OVER_BUDGET, PAGE, Ladder, Tokens
-from kvlab.reference.cache_plan import token_weight
+from kvlab.reference.cache_plan import Choose, token_weight
 from tests.planner_simulation import (
+    CHOICES,
     LADDERS,
     Simulation,
     draw_tokens,
@@ -120,6 +121,16 @@ def test_edges_are_the_lower_hull() -> None:
     ladder = Ladder((10, 20, 30, 40), (8.0, 7.5, 1.0, 0.5))
     assert [level for level, _ in ladder.edges(3)] == [2, 3]
     assert [level for level, _ in ladder.edges(1)] == [1]
+
+
+@pytest.mark.parametrize("choose", CHOICES.values())
+def test_of_levels_of_equal_bytes_the_highest_is_chosen(choose: Choose) -> None:
+    """Chunks that lie lower already stay there: no bytes would be saved."""
+    ladder = Ladder((10, 10, 10, 20, 20), (9.0, 8.0, 7.0, 2.0, 1.0))
+    weights, ceilings = np.ones(5, np.float32), np.arange(5)
+    for bytes_left in (40, 50):  # too few; hardly enough
+        assert choose(weights, ceilings, ladder, bytes_left).tolist() == [0, 1, 2, 2, 2]
+    assert choose(weights, ceilings, ladder, 70).tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("fault", ["lost", "twice", "entry_of", "budget"])

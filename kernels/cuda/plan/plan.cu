@@ -264,15 +264,15 @@ __device__ void choose_uniform(const Plan& p, int row, const int* cost, long lon
     const int own = p.s.heads * p.call.segments, runs = own * p.classes;
     const int4* const run = &p.run(row * own, 0);
     int level = p.levels;
-    bool fits = false;
-    while (level > 0 && !fits) {
+    bool fits;
+    do {
         --level;
         long long bytes = 0, all;
         for (int n = threadIdx.x; n < runs; n += ROW_THREADS)
             bytes += (long long)run[n].x * (cost[min(p.ceiling(n % p.classes), level)] - cost[0]);
         block_scan<ROW_THREADS, long long>(bytes, all);
         fits = all <= bytes_left;
-    }
+    } while (!fits && cost[level] > cost[0]);
     if (!fits && threadIdx.x == 0) atomicOr(p.s.status, OVER_BUDGET);
     for (int n = threadIdx.x; n < runs; n += ROW_THREADS)
         p.chosen(row * own + n / p.classes, n % p.classes)[min(p.ceiling(n % p.classes), level)] = run[n].x;

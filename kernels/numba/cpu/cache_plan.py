@@ -315,13 +315,13 @@ def _take_levels(levels, rules, groups, weights, g, c, price, ties):
 @helper
 def _choose_one(levels, rules, groups, first, own, bytes_left):
     """Choose one level for all chunks, or their ceiling where that is lower; false if they do not fit."""
-    level, total = len(levels.cost), np.int64(0)
-    while level > 0:
-        level, total = level - 1, np.int64(0)
+    level, total = 0, np.int64(0)
+    for level in range(len(levels.cost) - 1, -1, -1):
+        total = np.int64(0)
         for g in range(first, first + own):
             for c in range(groups.chosen.shape[1]):
                 total += groups.chunks[g, c] * levels.cost[min(_ceiling(levels, rules, c), level)]
-        if total <= bytes_left:
+        if total <= bytes_left or levels.cost[level] == levels.cost[0]:
             break
     for g in range(first, first + own):
         for c in range(groups.chosen.shape[1]):
