@@ -32,14 +32,14 @@ from .groups import hadamard_run
 from .key_frame import read_frame
 from .page import (
     K_FUNCTION,
-    K_STEPS,
+    K_STEP_SIZES,
     PAGE,
     POOL,
     POSITIONS,
     RECORD,
     SLOTS,
     V_FUNCTION,
-    V_STEPS,
+    V_STEP_SIZES,
     double_steps,
     find_records,
     leave_out_before,
@@ -315,13 +315,13 @@ def _attend_range(
                 for line in range(start // 64 * 64, start + following[POSITIONS], 64):
                     prefetch(line)
 
-        coded_keys, coded_values = layout[K_STEPS] >= 0, layout[V_STEPS] >= 0
+        coded_keys, coded_values = layout[K_STEP_SIZES] >= 0, layout[V_STEP_SIZES] >= 0
         query = query_coded if coded_keys else query_raw
         call_product(
             layout[K_FUNCTION], records.ctypes.data, query.ctypes.data, scores.ctypes.data, head_dim // 16
         )
         if coded_keys:
-            _read_steps(records, layout[K_STEPS], steps)
+            _read_steps(records, layout[K_STEP_SIZES], steps)
             _scale_scores(scores, steps, bias)
         if softcap > 0 or tokens < SLOTS:
             _mask_scores(scores, used, softcap)
@@ -335,7 +335,7 @@ def _attend_range(
             _rescale_totals(raw, rows, rescale)
 
         if coded_values:
-            _read_steps(records, layout[V_STEPS], steps)
+            _read_steps(records, layout[V_STEP_SIZES], steps)
         else:
             for slot in range(0, SLOTS, 8):
                 store(steps, slot, splat(np.float32(1)))

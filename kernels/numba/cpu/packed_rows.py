@@ -28,12 +28,12 @@ from .groups import hadamard_run
 from .key_frame import read_frame
 from .page import (
     K_FUNCTION,
-    K_STEPS,
+    K_STEP_SIZES,
     PAGE,
     POSITIONS,
     SLOTS,
     V_FUNCTION,
-    V_STEPS,
+    V_STEP_SIZES,
     double_steps,
     find_records,
     leave_out_before,
@@ -179,12 +179,12 @@ def _expand_quad(layout, records, codes_v, keys, values, steps, by_slot, head_di
     for page in range(QUAD):
         record = records[page]
         if record:
-            if layout[K_STEPS] >= 0:
-                _read_steps(record + layout[K_STEPS], steps, by_slot)
+            if layout[K_STEP_SIZES] >= 0:
+                _read_steps(record + layout[K_STEP_SIZES], steps, by_slot)
             matrix = keys.ctypes.data + 4 * PAGE * page * (head_dim + PADDING)
             call_product(layout[K_FUNCTION], record, steps.ctypes.data, matrix, head_dim // 16)
-            if layout[V_STEPS] >= 0:
-                _read_steps(record + layout[V_STEPS], steps, by_slot)
+            if layout[V_STEP_SIZES] >= 0:
+                _read_steps(record + layout[V_STEP_SIZES], steps, by_slot)
             matrix = values.ctypes.data + 4 * PAGE * page
             call_product(layout[V_FUNCTION], codes_v[page], steps.ctypes.data, matrix, head_dim // 16)
 
@@ -211,7 +211,7 @@ def _attend_range(
             row_max[panel * PANEL + lane], row_sum[panel * PANEL + lane] = LOWEST, 0
     for quad in range(first, last):
         layout = layouts[rung[QUAD * quad]]
-        if (layout[V_STEPS] < 0) != raw:
+        if (layout[V_STEP_SIZES] < 0) != raw:
             continue
         tokens, own_base = find_records(table, layout, quad, records, codes_v, used), base[QUAD * quad :]
         if hides:
@@ -225,7 +225,7 @@ def _attend_range(
         if tokens < SLOTS:
             _clear(values, head_dim, used)
         for panel in range(panels):
-            query = query_coded[panel] if layout[K_STEPS] >= 0 else query_raw[panel]
+            query = query_coded[panel] if layout[K_STEP_SIZES] >= 0 else query_raw[panel]
             rows = slice(panel * PANEL, (panel + 1) * PANEL)
             multiply(
                 keys,

@@ -18,10 +18,10 @@ from .softmax import floats, integers, serial
 PAGE = 16
 SLOTS = QUAD * PAGE
 LAYOUT_FIELDS = 8
-POOL, RECORD, V_CODES, K_STEPS, V_STEPS, POSITIONS, K_FUNCTION, V_FUNCTION = range(LAYOUT_FIELDS)
-"""Columns of `layouts`: an address, bytes of a record, byte offsets in it (codes of K begin it; K_STEPS and
-V_STEPS are -1 at width 16, which has no steps), and the addresses of two functions: of `fragments`, or for
-`packed_rows` of `expand`."""
+POOL, RECORD, V_CODES, K_STEP_SIZES, V_STEP_SIZES, POSITIONS, K_FUNCTION, V_FUNCTION = range(LAYOUT_FIELDS)
+"""Columns of `layouts`: an address, bytes of a record, byte offsets in it (codes of K begin it; K_STEP_SIZES
+and V_STEP_SIZES are -1 at width 16, which has none), and the addresses of two functions: of `fragments`, or
+for `packed_rows` of `expand`."""
 
 _I8, _I32 = ir.IntType(8), ir.IntType(32)
 _I8X8, _I32X8, _F32X8 = ir.VectorType(_I8, 8), ir.VectorType(_I32, 8), ir.VectorType(ir.FloatType(), 8)
