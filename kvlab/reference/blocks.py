@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 from kvlab.reference.codec import hadamard_matrix
 from kvlab.reference.pages import (
     CODE_PARTS,
+    LEAST_ABOVE,
     NAN_STEP,
     STEP_SIZES,
     bit_address,
@@ -234,7 +235,8 @@ def search_block_step(
 ) -> Int64:
     """Return the step byte of elements (n, head_dim).
 
-    In a profile without 2 and 4 that is the least step whose grid reaches the largest element. Else the bytes
+    In a profile without 2 and 4 that is the least step whose grid reaches the largest element, as at 8 bits
+    in `kvlab.reference.pages.search_step`. Else the bytes
     next to the guess are compared, under and above it, and at head_dim 64, or from codes, then the next one
     on the side of the lesser error. An error is the sum of squares of `sizes_of` elements, whole numbers
     below 256; steps are rounded down to whole ones, of which half a grid does not exceed 255. Blocks of 8
@@ -249,8 +251,7 @@ def search_block_step(
         wanted = largest * np.float32(2**-8)
         near = wanted.astype(np.float16).view(np.uint16).astype(np.int64)
         up = near.astype(np.uint16).view(np.float16).astype(np.float32) < wanted
-        min_step: Int64 = np.maximum((near + up + 127) >> 7, 1)
-        return min_step
+        return np.where(exponent_above(largest) < LEAST_ABOVE, 0, (near + up + 127) >> 7)
     guess = guess_block_step(x, profile, largest, decoded)
     near = guess.astype(np.float16).view(np.uint16).astype(np.int64)
     unit = exponent_above(largest) - 7

@@ -81,6 +81,8 @@ STEP_SIZES = (np.arange(256, dtype=np.uint16) << 7).view(np.float16).astype(np.f
 """The step size that each byte stands for; 0xF8 to 0xFF are infinite or NaN and only 0xFF is ever written."""
 
 NAN_STEP = 0xFF
+LEAST_ABOVE = -16
+"""`exponent_above` the largest element from which on a vector has a step at 8 bits: 2**-16, or nearly so."""
 _MIN_EXPONENT = -39  # of the unit of `rotate`: what is 2**-40 and less counts as 0
 _TOO_LARGE = np.float32(2**100)  # counts as infinite, so that no power of 2 in `rotate` is beyond float32
 _ROOT_2 = np.float32(np.float16(np.sqrt(2)))
@@ -374,7 +376,8 @@ def is_searched(head_dim: int, bits: int, decoded: NDArray[np.bool_] | bool) -> 
 def search_step(x: NDArray[np.float32], bits: int, decoded: NDArray[np.bool_] | bool = False) -> Int64:
     """Return the step byte of each vector, (n, head_dim) -> (n,).
 
-    At 8 bits the guess, rounded up. Below, the bytes next to the guess, under and above it; at 2 and 3 bits
+    At 8 bits the guess, rounded up, but 0 for vectors that are nearer to 0 than to the least step. Below, the
+    bytes next to the guess, under and above it; at 2 and 3 bits
     then the next one on the side of the lesser error; or the nearest byte, where `is_searched` says so.
     Errors are sums of squares of `sizes_of` of `compared_channels`, whole numbers below 256; steps are
     rounded down to whole ones, of which half a grid does not exceed 255. Of equal errors the lower byte
@@ -386,7 +389,7 @@ def search_step(x: NDArray[np.float32], bits: int, decoded: NDArray[np.bool_] | 
     if bits == 8:  # rounded up
         rounded = near.astype(np.uint16).view(np.float16).astype(np.float32)
         up: Int64 = (near + (rounded < guess) + 127) >> 7
-        return np.maximum(up, 1)
+        return np.where(exponent_above(np.abs(x).max(axis=1)) < LEAST_ABOVE, 0, up)
     below = np.maximum(near >> 7, 3)
     unit = exponent_above(np.abs(x).max(axis=1)) - 7
     sizes = sizes_of(x[:, : compared_channels(x.shape[1])], unit)

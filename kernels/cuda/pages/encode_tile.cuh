@@ -129,7 +129,7 @@ template <int BITS, bool STORED>
 __device__ __forceinline__ u32 search_step(const Vectors& x, float factor, const Range& range, bool decoded,
                                            u32 lane) {
     if constexpr (BITS == 8) {
-        return range.exponent > -50 ? guess_of(range.counted, 0.f, 0.f, false, range.unit, 8) : 0u;
+        return guess_of(range.counted, 0.f, 0.f, false, range.unit, 8);
     } else {
         Magnitudes magnitudes;
         const float by = factor * power_of_two(7 - range.exponent);

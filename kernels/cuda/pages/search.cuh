@@ -183,8 +183,7 @@ __device__ __forceinline__ u32 sum_of_squares(const Magnitudes& magnitudes) {
     return __reduce_add_sync(ALL_LANES, sum);
 }
 
-// What the search for a step begins with: a guess as `guess_of` gives it, and whether there is a step at all:
-// zeros have none, and below 8 bits what is nearer to 0 than to any step.
+// What the search for a step begins with: a guess as `guess_of` gives it, and whether there is a step at all.
 struct Guess {
     u32 bits;
     bool counts;
@@ -196,7 +195,7 @@ __device__ __forceinline__ Guess guess_step(const Rotated& x, const Range& range
     const float sum = BITS < 4 ? (float)sum_of(magnitudes) : 0.f,
                 squares = BITS < 4 ? (float)sum_of_squares(magnitudes) : 0.f;
     const u32 guess = guess_of(range.counted, sum, squares, false, range.unit, BITS);
-    return {guess, x.finite && (BITS == 8 ? x.largest > 0.f : guess >= LEAST_GUESS)};
+    return {guess, x.finite && (BITS == 8 ? guess > 0 : guess >= LEAST_GUESS)};
 }
 
 // The squared error of the i-th step from `lowest` on: distances to the grid are what is left of magnitudes

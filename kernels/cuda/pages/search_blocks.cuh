@@ -152,6 +152,7 @@ __device__ __forceinline__ u32 encode_key(const Elements& x, bool is_key, int ra
     bool counts = finite && most > 0.f;
     if constexpr (!is_searched(PROFILE)) {
         found = guess_of(range.counted, 0.f, 0.f, false, range.unit, 8);
+        counts &= found > 0;
     } else {
         const float to_sizes = x.unit * power_of_two(7 - range.exponent);
 #pragma unroll
@@ -166,7 +167,7 @@ __device__ __forceinline__ u32 encode_key(const Elements& x, bool is_key, int ra
         found = lowest + best;
     }
     if (rank == best) {
-        const float value = step_value(found),
+        const float value = step_value(max(found, 1u)),
                     to_step = counts ? x.unit * power_of_two(range.unit + 7 - range.exponent) : 0.f;
 #pragma unroll
         for (int j = 0; j < PER_LANE; ++j) {

@@ -8,6 +8,7 @@
 #include "pages/encode.cuh"
 
 constexpr u32 HIGHEST_STEP = 0xf7, NAN_STEP = 0xff;  // the highest is the last finite one
+constexpr int LEAST_ABOVE = -16;                     // exponent_above of what has a step at 8 bits
 constexpr int LEAST_EXPONENT = -39;                  // of the integers that are rotated
 constexpr int TOO_LARGE = 100;                       // the exponent from which on a number counts as infinite
 
@@ -75,12 +76,15 @@ __device__ __forceinline__ float quotient_of(float x, float y) {
     return fmaf(fmaf(-quotient, y, x), rough, quotient);
 }
 
-// Where the search for a step begins, the bits of a float16; at 8 bits it is the step's byte. `sum` and
-// `squares`, of magnitudes, matter at 2 and 3 bits, and so does whether the vector comes from codes.
+// Where the search for a step begins, the bits of a float16; at 8 bits it is the step's byte, 0 for a vector
+// that is nearer to 0 than to the least step. `sum` and `squares`, of magnitudes, matter at 2 and 3 bits, and
+// so does whether the vector comes from codes.
 __device__ __forceinline__ u32 guess_of(float largest, float sum, float squares, bool decoded, int unit,
                                         int bits) {
-    if (bits == 8)
-        return max((__half_as_ushort(__float2half_ru(largest * power_of_two(unit - 8))) + 127u) >> 7, 1u);
+    if (bits == 8) {
+        const u32 step = __half_as_ushort(__float2half_ru(largest * power_of_two(unit - 8)));
+        return unit < LEAST_ABOVE - 7 ? 0u : (step + 127u) >> 7;
+    }
     float part = bits == 2 ? .386f : bits == 3 ? .155f : .0592f;
     if (bits < 4) {
         const float ratio =

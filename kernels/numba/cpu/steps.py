@@ -37,7 +37,7 @@ from .softmax import serial
 _ZERO, _HALF, _ONE = np.float32(0), np.float32(0.5), np.float32(1)
 _ROOT_2 = np.float32(np.float16(np.sqrt(2)))
 _MIN_EXPONENT, _TOO_LARGE = -39, np.float32(2**100)
-_NAN_STEP = 0xFF
+_NAN_STEP, _LEAST_ABOVE = 0xFF, -16
 _ABOVE, _HIGHER = np.float32(1 + 2**-7), np.float32(17 / 16)
 _HIGHER_IN_BLOCKS = np.float32(19 / 16)
 _CODE_PARTS = np.array([0, 0, 6, 5, 4, 0, 0, 0, 4])
@@ -260,9 +260,11 @@ def _search_step(x, start, n, bits, guess, decoded, largest, exponent, sizes):
     """
     top = min(exponent, bits + 13)  # the exponent when the vector has been halved
     if bits == 8:
+        if exponent < _LEAST_ABOVE:
+            return 0
         wanted = largest * _power(top - exponent) * guess
         word = half_of(wanted)
-        return max((np.int64(word) + (float_of_half(word) < wanted) + 127) >> 7, 1)
+        return (np.int64(word) + (float_of_half(word) < wanted) + 127) >> 7
     if exponent < -24:  # the guess is below 2**-18 then, whatever the other elements are
         return 0
     compared = n // 16 * 3 // 4 * 16 if n >= 128 else n  # compared_channels
@@ -394,9 +396,11 @@ def _search_in_blocks(x, start, n, profile, blocks, decoded, largest, exponent, 
     """Return the step byte: `kvlab.reference.blocks.search_block_step`, 0 if there is none."""
     top, each = min(exponent, _BLOCK_TOP), n // 4
     if width_of_block(profile, blocks - 1) == 8:
+        if exponent < _LEAST_ABOVE:
+            return 0
         wanted = largest * _power(top - exponent - 8)
         word = half_of(wanted)
-        return max((np.int64(word) + (float_of_half(word) < wanted) + 127) >> 7, 1)
+        return (np.int64(word) + (float_of_half(word) < wanted) + 127) >> 7
     if exponent < -20:  # less than a 64th of the largest element, which is less than half of the least step
         return 0
     squares = min_square = _ZERO
