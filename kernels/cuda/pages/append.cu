@@ -7,7 +7,7 @@
 //
 // What a step waits for here is latency, so work that depends on nothing is done side by side: each of the
 // steps that may be tried for a vector has a warp, the one of the step that is found stores its codes, and
-// addresses are query_sums for while vectors are rotated. Where nothing is tried, as at 8 bits, a vector has
+// addresses are asked for while vectors are rotated. Where nothing is tried, as at 8 bits, a vector has
 // one warp.
 //
 // Where keys are kept in blocks, the frame is fitted to the new tokens, too (pages/refit.cuh): HEAD_DIM / 2

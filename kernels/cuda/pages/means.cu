@@ -11,8 +11,7 @@
 //               else it copies new tokens to the waiting pages. A warp copies a vector, a thread sums a
 //               channel.
 // refit_frames  grid (num_bh), ladders with profiles alone: a CTA has a head, whose frame is fitted to the
-// newest
-//               tokens of a prefill as that of an append is to its own (refit.cuh).
+//               newest tokens of a prefill as that of an append is to its own (refit.cuh).
 // crop_rows     grid (batch, layers): rows get another length, and waiting pages, whose tokens stand in the
 //               order of their positions, forget those beyond it. A thread has a (head, page). Plans drop the
 //               tokens of other pages.

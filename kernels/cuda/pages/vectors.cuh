@@ -1,8 +1,8 @@
 // Sixteen raw vectors of a side of a page into rotated ones, a warp, bit for bit as kvlab/reference/pages.py.
 //
 // Numbers are whole and no sum is more than 2^24, so sums are exact in any order and tensor cores may take
-// them: the rotation is a product with a matrix of signs. A integer n is a subnormal number of the type
-// of the cache, n 2^-24 or n 2^-133: to round to integers is to multiply by a power of 2, two numbers an
+// them: the rotation is a product with a matrix of signs. An integer n is a subnormal number of the
+// type of the cache, n 2^-24 or n 2^-133: to round to integers is to multiply by a power of 2, two numbers an
 // instruction, and tensor cores take such numbers at full speed. Behind them a number counts 2^-26.
 //
 // Threads and data
