@@ -124,7 +124,7 @@ def test_blocks_keep_more_than_one_width_of_the_same_bytes() -> None:
     assert blocks < one
 
 
-@pytest.mark.parametrize("bits", [LADDER, "k8444v4", ("k8422v3", 16)])
+@pytest.mark.parametrize("bits", [LADDER, "k8444v4", ("k8422v3", 16), "k8888v8"])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_tiny_and_huge_tokens_come_back_as_others(bits: Any, dtype: str) -> None:
     options = {"budget": 0.27, "plan_length": 1} if isinstance(bits, tuple) else {}
@@ -134,6 +134,19 @@ def test_tiny_and_huge_tokens_come_back_as_others(bits: Any, dtype: str) -> None
         whole = tokens(300, 64, scale, dtype)
         found.append(error(fed(cache_of(bits, dtype=dtype, **options), whole, (200, 100)), whole))
     assert max(found) <= 1.1 * found[0]
+
+
+@pytest.mark.parametrize("bits", [(8,), (4,), (2,), (2, "k3v2", 8)])
+def test_widths_alone_hold_huge_tokens_and_make_tiny_ones_zero(bits: Any) -> None:
+    """Ladders without profiles have no exponent: from some scale on there is no step, and never a wrong one."""
+    usual, huge, small, *tiny = (
+        (fed(cache_of(bits, dtype="float32"), whole, (200, 100)), whole)
+        for whole in (tokens(300, 64, scale, "float32") for scale in (1, 1e4, 1e-3, 1e-6, 1e-8))
+    )
+    assert error(*huge) <= 1.1 * error(*usual)
+    assert error(*small) <= 2 * error(*usual)
+    for cache, whole in tiny:
+        assert not np.asarray(cache.attend(0, whole[0][:, -16:])).any()
 
 
 def test_a_budget_is_held_and_all_rungs_occur() -> None:
