@@ -138,7 +138,7 @@ def test_tiny_and_huge_tokens_come_back_as_others(bits: Any, dtype: str) -> None
 
 @pytest.mark.parametrize("bits", [(8,), (4,), (2,), (2, "k3v2", 8)])
 def test_widths_alone_hold_huge_tokens_and_make_tiny_ones_zero(bits: Any) -> None:
-    """Ladders without profiles have no exponent: from some scale on there is no step, and never a wrong one."""
+    """Ladders without profiles have no exponent: below some scale there is no step, and no wrong one."""
     usual, huge, small, *tiny = (
         (fed(cache_of(bits, dtype="float32"), whole, (200, 100)), whole)
         for whole in (tokens(300, 64, scale, "float32") for scale in (1, 1e4, 1e-3, 1e-6, 1e-8))
