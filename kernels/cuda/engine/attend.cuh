@@ -171,39 +171,26 @@ __device__ __forceinline__ void unpack_eight(const uint4& packed, float* x) {
     }
 }
 
-// Keys and values on their way: COUNT rounds of those that SIDE warps take together.
-template <int SIDE, int COUNT>
-struct Taken {
-    static constexpr int ROUND = SIDE * KEYS, ALL = COUNT * ROUND;
-    uint4 key[COUNT], value[COUNT];
-
-    static __device__ __forceinline__ int own() {
-        return threadIdx.x / 32 % SIDE * KEYS + threadIdx.x % 32 / LANES;
-    }
-    // From key `from` of `count` on: load_key(i) and load_value(i) give 8 channels of key and value i. What
-    // is behind the end is read at the end and not counted.
-    template <class LoadKey, class LoadValue>
-    __device__ __forceinline__ void load(int from, int count, const LoadKey& load_key,
-                                         const LoadValue& load_value) {
+// Takes `count` keys of a side of a team: load_key(i) and load_value(i) give 8 channels of key and value i.
+// What is behind the end is read at the end and not counted.
+template <class LoadKey, class LoadValue>
+__device__ __forceinline__ void take_keys(Running (&running)[HEADS_OF_WARP],
+                                          const float (&q)[HEADS_OF_WARP][8], int count,
+                                          const LoadKey& load_key, const LoadValue& load_value) {
+    const int lane = threadIdx.x % 32, j = lane % LANES;
+    const int own = threadIdx.x / 32 % SIDE_WARPS * KEYS + lane / LANES;
+    const bool idle = lane >= KEYS * LANES;
+#pragma unroll 1
+    for (int from = 0; from < count; from += STEPS * ROUND) {
+        uint4 key[STEPS], value[STEPS];
+        float score[STEPS][HEADS_OF_WARP];
 #pragma unroll
-        for (int s = 0; s < COUNT; ++s) {
-            const int at = min(from + s * ROUND + own(), count - 1);
+        for (int s = 0; s < STEPS; ++s) {
+            const int at = min(from + s * ROUND + own, count - 1);
             key[s] = load_key(at), value[s] = load_value(at);
         }
-    }
-    // Key i of these.
-    __device__ __forceinline__ void put(int i, const uint4& new_key, const uint4& new_value) {
 #pragma unroll
-        for (int s = 0; s < COUNT; ++s)
-            if (s * ROUND + own() == i) key[s] = new_key, value[s] = new_value;
-    }
-    __device__ __forceinline__ void add(Running (&running)[HEADS_OF_WARP], const float (&q)[HEADS_OF_WARP][8],
-                                        int from, int count) const {
-        const int lane = threadIdx.x % 32, j = lane % LANES;
-        const bool idle = lane >= KEYS * LANES;
-        float score[COUNT][HEADS_OF_WARP];
-#pragma unroll
-        for (int s = 0; s < COUNT; ++s) {
+        for (int s = 0; s < STEPS; ++s) {
             float k[8];
             unpack_eight(key[s], k);
 #pragma unroll
@@ -212,18 +199,18 @@ struct Taken {
 #pragma unroll
                 for (int c = 0; c < 8; ++c) sum += q[g][c] * k[c];
                 score[s][g] = sum_of_key(sum, lane - j, j);
-                if (idle || from + s * ROUND + own() >= count) score[s][g] = LOWEST;
+                if (idle || from + s * ROUND + own >= count) score[s][g] = LOWEST;
             }
         }
 #pragma unroll
         for (int g = 0; g < HEADS_OF_WARP; ++g) {
             float highest = running[g].maximum;
 #pragma unroll
-            for (int s = 0; s < COUNT; ++s) highest = fmaxf(highest, score[s][g]);
+            for (int s = 0; s < STEPS; ++s) highest = fmaxf(highest, score[s][g]);
             running[g].raise(highest);
         }
 #pragma unroll
-        for (int s = 0; s < COUNT; ++s) {
+        for (int s = 0; s < STEPS; ++s) {
             float v[8];
             unpack_eight(value[s], v);
 #pragma unroll
@@ -232,19 +219,6 @@ struct Taken {
                 running[g].add(p, p, v);
             }
         }
-    }
-};
-
-// Takes `count` keys of a side of a team.
-template <class LoadKey, class LoadValue>
-__device__ __forceinline__ void take_keys(Running (&running)[HEADS_OF_WARP],
-                                          const float (&q)[HEADS_OF_WARP][8], int count,
-                                          const LoadKey& load_key, const LoadValue& load_value) {
-    Taken<SIDE_WARPS, STEPS> taken;
-#pragma unroll 1
-    for (int from = 0; from < count; from += taken.ALL) {
-        taken.load(from, count, load_key, load_value);
-        taken.add(running, q, from, count);
     }
 }
 
@@ -357,20 +331,6 @@ struct RingKeys {
     }
 };
 
-// The queries of this warp's team, as `copy_newest` or a CTA of a cluster leaves them, times the scale; lane
-// j of a key has channels 8 j and on.
-__device__ __forceinline__ void begin_heads(float (&q)[HEADS_OF_WARP][8], Running (&running)[HEADS_OF_WARP],
-                                            int team, u32 own) {
-    const float scale = LOG2E * rsqrtf((float)HEAD_DIM);
-#pragma unroll
-    for (int g = 0; g < HEADS_OF_WARP; ++g) {
-        unpack_eight(load_shared(own + (team * HEADS_OF_WARP + g) * KEY_BYTES), q[g]);
-#pragma unroll
-        for (int c = 0; c < 8; ++c) q[g][c] *= scale;
-        running[g] = {LOWEST, 0.f, {}};
-    }
-}
-
 // A segment; the warp's sums go to its HEADS_OF_WARP rows. `source` has key(i) and value(i) of a slot between
 // begin() and end(), slot by slot.
 template <class Source>
@@ -379,10 +339,17 @@ __device__ __forceinline__ void attend_segment(const Call& call, const Chunks& c
     const int n = segment.n, warp = threadIdx.x / 32, j = threadIdx.x % 32 % LANES;
     const int team = min(warp / TEAM_WARPS, TEAMS - 1);  // warps that no team needs repeat the last one's
     const int side = warp % TEAM_WARPS / SIDE_WARPS;
+    const float scale = LOG2E * rsqrtf((float)HEAD_DIM);
     const u32 own = shared_address(newest) + 16 * j;
     float q[HEADS_OF_WARP][8];
     Running running[HEADS_OF_WARP];
-    begin_heads(q, running, team, own);
+#pragma unroll
+    for (int g = 0; g < HEADS_OF_WARP; ++g) {
+        unpack_eight(load_shared(own + (team * HEADS_OF_WARP + g) * KEY_BYTES), q[g]);
+#pragma unroll
+        for (int c = 0; c < 8; ++c) q[g][c] *= scale;
+        running[g] = {LOWEST, 0.f, {}};
+    }
     if (segment.end == segment.chunks && side == 0) {
         if (call.kv_batch) {
             take_keys(

@@ -2,8 +2,8 @@
 // attention and its part of the output product. For comparison with the plans that go through memory; one
 // token.
 //
-// CTAs of a cluster, CLUSTER of them, divide the rows of QKV by tiles, the keys by runs and the rows of the
-// output by tiles. Queries, keys and values of the token, then what each has attended, lie in
+// CTAs of a cluster, CLUSTER of them, divide the rows of QKV by tiles, the keys by runs of chunks and the
+// rows of the output by tiles. Queries, keys and values of the token, then what each has attended, lie in
 // shared memory of all: they are written and read there by the others. The output's columns are those of the
 // cluster's heads; `add_rows` of engine/ops.cu adds the sums of clusters in a fixed order, so nothing depends
 // on who is first.
@@ -26,7 +26,6 @@ constexpr int HEAD_ROWS = (GROUP + 2) * HEAD_DIM, HEAD_TILES = HEAD_ROWS / 16, O
 constexpr int OUT_BLOCKS = (OWN_COLS + 31) / 32;  // that a cluster's columns touch
 constexpr int X_SHORTS = larger(pitch_of(HIDDEN), OUT_BLOCKS * 64) / 2;
 constexpr Kind OUTPUT = PARALLEL ? OUT : O;
-constexpr int KEY_ROUNDS = HEADS_OF_WARP > 1 ? 2 : 4;  // under way: as many as registers hold
 
 __device__ __forceinline__ u32 address_of(const void* at, int cta) {
     u32 address;
@@ -132,7 +131,6 @@ extern "C" __global__ void __launch_bounds__(MMA_THREADS, CLUSTER > 1 ? 3 : 2)
     const NormWeights held = load_norm_weights(qkv);
     wait_for_launches();
     launch_dependents();
-    const int old = __ldg(call.positions);  // keys of earlier tokens
     norm_x(call, is_embedded(op.layer, 0), qkv, held, (char*)x, moments);
     sync_threads(OF_MMA, MMA_THREADS);  // x is there
     int count = 0;                      // tiles of this CTA
@@ -155,35 +153,18 @@ extern "C" __global__ void __launch_bounds__(MMA_THREADS, CLUSTER > 1 ? 3 : 2)
         }
         __syncwarp();
     }
-    // A run of earlier keys and values for each CTA, whose first ones wait for nothing; the last CTA has the
-    // newest, too.
-    const int begin = old * rank / CLUSTER, keys = old * (rank + 1) / CLUSTER - begin;
-    const int all_keys = keys + (rank == CLUSTER - 1);
-    const i64 head_keys = op.layer * call.kv_layer + head * call.kv_head;
-    const i64 from = head_keys + (i64)begin * HEAD_DIM + lane % LANES * 8;
-    const auto load_key = [&](int i) { return __ldcg((const uint4*)(call.k + from) + i * (HEAD_DIM / 8)); };
-    const auto load_value = [&](int i) { return __ldcg((const uint4*)(call.v + from) + i * (HEAD_DIM / 8)); };
-    Taken<TEAM_WARPS, KEY_ROUNDS> taken = {};
-    if (keys > 0) taken.load(0, keys, load_key, load_value);
     sync_threads(OF_MMA, MMA_THREADS);
     arrive_at_all(&met);
     wait_for_all(&met, 0);  // all queries, keys and values are there; x is free
 
-    const int team = min(warp / TEAM_WARPS, TEAMS - 1);  // warps that no team needs repeat the last one's
-    const u32 own = shared_address(newest) + 16 * (lane % LANES);
-    float q[HEADS_OF_WARP][8];
-    Running running[HEADS_OF_WARP];
-    begin_heads(q, running, team, own);
-#pragma unroll 1
-    for (int i = 0; i < all_keys; i += taken.ALL) {
-        if (i > 0 && i < keys) taken.load(i, keys, load_key, load_value);
-        if (rank == CLUSTER - 1)
-            taken.put(keys - i, load_shared(own + HEADS * KEY_BYTES),
-                      load_shared(own + (HEADS + 1) * KEY_BYTES));
-        taken.add(running, q, i, all_keys);
-    }
-#pragma unroll
-    for (int g = 0; g < HEADS_OF_WARP; ++g) leave_row(running[g], rows + warp * WARP_ROWS + g * MERGED_ROW);
+    Chunks chunks;  // of one token; only the number of its keys is used
+    chunks.old[0] = __ldg(call.positions);
+    const int all = max(1, (chunks.old[0] + CHUNK - 1) / CHUNK);
+    const Segment segment = {0, head, all * rank / CLUSTER, all * (rank + 1) / CLUSTER, all};
+    const i64 from = keys_of(call, op.layer, segment) + segment.begin * (CHUNK * HEAD_DIM) + lane % LANES * 8;
+    attend_segment(call, chunks, segment, newest,
+                   MemoryKeys{(const uint4*)(call.k + from), (const uint4*)(call.v + from)},
+                   rows + warp * WARP_ROWS);
     constexpr int TILE_BYTES = Shape<OUTPUT>::PARTS * Shape<OUTPUT>::STAGES * SLOT_BYTES;
     constexpr int TILES_APART = CLUSTER * WARPS;                            // of a warp, of the output
     const int block = head * OWN_COLS / 32, before = head * OWN_COLS % 32;  // of the output: first; others'
@@ -206,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(MMA_THREADS, CLUSTER > 1 ? 3 : 2)
     sync_threads(OF_MMA, MMA_THREADS);
     arrive_at_all(&met);
     if (rank == 0 && warp == 0) {
-        const i64 at = head_keys + (i64)old * HEAD_DIM;
+        const i64 at = keys_of(call, op.layer, segment) + (i64)chunks.old[0] * HEAD_DIM;
         for (int i = lane; i < HEAD_DIM; i += 32)
             call.k[at + i] = newest[OWN_COLS + i], call.v[at + i] = newest[OWN_COLS + HEAD_DIM + i];
     }
@@ -238,7 +219,6 @@ extern "C" __global__ void __launch_bounds__(MMA_THREADS, CLUSTER > 1 ? 3 : 2)
 
 // clang-format off
 // gate: BATCH=1 BF16=0,1 HIDDEN=4096 HEADS_Q=32 HEADS_KV=32 HEAD_DIM=128 ROTARY_DIM=128 FFN=11008 PARALLEL=0 LAYER_NORM=0 GATED_MLP=1 HEAD_NORMS=0 PACKED=0 SPLITS=1 WARPS=8 ADDER_GROUPS=4 SLOTS=24 SLOT_BLOCKS=8 SHARED_BYTES=221312 CLUSTER=4,16 registers<=80 arch=sm_90a
-// gate: BATCH=1 BF16=0 HIDDEN=2560 HEADS_Q=32 HEADS_KV=32 HEAD_DIM=80 ROTARY_DIM=20 FFN=10240 PARALLEL=1 LAYER_NORM=1 GATED_MLP=0 HEAD_NORMS=0 PACKED=0 SPLITS=4 WARPS=8 ADDER_GROUPS=4 SLOTS=20 SLOT_BLOCKS=10 SHARED_BYTES=213888 CLUSTER=8 registers<=80 arch=sm_90a
-// gate: BATCH=1 BF16=0 HIDDEN=2560 HEADS_Q=32 HEADS_KV=32 HEAD_DIM=80 ROTARY_DIM=20 FFN=10240 PARALLEL=1 LAYER_NORM=1 GATED_MLP=0 HEAD_NORMS=0 PACKED=0 SPLITS=4 WARPS=8 ADDER_GROUPS=4 SLOTS=20 SLOT_BLOCKS=10 SHARED_BYTES=213888 CLUSTER=1 registers<=128 arch=sm_90a
+// gate: BATCH=1 BF16=0 HIDDEN=2560 HEADS_Q=32 HEADS_KV=32 HEAD_DIM=80 ROTARY_DIM=20 FFN=10240 PARALLEL=1 LAYER_NORM=1 GATED_MLP=0 HEAD_NORMS=0 PACKED=0 SPLITS=4 WARPS=8 ADDER_GROUPS=4 SLOTS=20 SLOT_BLOCKS=10 SHARED_BYTES=213888 CLUSTER=1,8 registers<=80 arch=sm_90a
 // gate: BATCH=1 BF16=1 HIDDEN=4096 HEADS_Q=32 HEADS_KV=8 HEAD_DIM=128 ROTARY_DIM=128 FFN=14336 PARALLEL=0 LAYER_NORM=0 GATED_MLP=1 HEAD_NORMS=0 PACKED=0 SPLITS=1 WARPS=8 ADDER_GROUPS=4 SLOTS=12 SLOT_BLOCKS=16 SHARED_BYTES=227968 CLUSTER=2 registers<=80 arch=sm_90a,sm_100a,sm_120a
 // clang-format on
