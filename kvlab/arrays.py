@@ -105,17 +105,23 @@ def _torch_of(x: object) -> ModuleType | None:
 def opaque(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a function that `torch.compile` is to call as it is, outside of its graphs.
 
-    Launchers ask arrays for their memory, which a trace does not have.
+    Launchers ask arrays for their memory, which a trace does not have, and their NumPy numbers would be
+    arrays in it. With ``fullgraph=True`` torch refuses the call by the function's name.
     """
+    plain: Callable[P, T] | None = None
 
     @wraps(function)
     def call(*arguments: P.args, **options: P.kwargs) -> T:
-        torch = sys.modules.get("torch")
-        if torch is not None and torch.compiler.is_compiling():
-            found: T = torch.compiler.disable(function)(*arguments, **options)
-            return found
-        return function(*arguments, **options)
+        nonlocal plain
+        if "torch._dynamo" not in sys.modules:  # nobody has compiled anything
+            return function(*arguments, **options)
+        if plain is None:
+            dynamo = sys.modules["torch"]._dynamo
+            dynamo.eval_frame.skip_code(cast(Any, call).__code__)  # not traced for each kind of arguments
+            plain = cast(Callable[P, T], dynamo.disable(function))
+        return plain(*arguments, **options)
 
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
     return call
 
 

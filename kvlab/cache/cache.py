@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from kvlab import files
 from kvlab.arguments import LONGEST, check_device, whole_number
-from kvlab.arrays import Array
+from kvlab.arrays import Array, opaque
 from kvlab.cache.contents import Arrays, check_sizes, contents_of, fill
 from kvlab.cache.options import row_numbers
 from kvlab.cache.runner import Runner
@@ -221,6 +221,7 @@ class MixedPrecisionCache(Runner):
         seqlen = whole_number(seqlen, "seqlen", 0, LONGEST)
         return self._limit.smallest_nbytes(seqlen) * self.batch
 
+    @opaque
     def allocation(self) -> dict[str, NDArray[np.int64]]:
         """Number of pages of each rung; on a GPU, waits for it.
 
@@ -239,6 +240,7 @@ class MixedPrecisionCache(Runner):
                 found[str(rung)][layer] = (named[layer] & (tables["rung"][layer] == r)).sum(-1)
         return found
 
+    @opaque
     def pages(self, layer: int) -> LayerPages:
         """Return a copy of the pages of a layer in host memory; on a GPU, waits for it.
 
@@ -258,6 +260,7 @@ class MixedPrecisionCache(Runner):
 
     # ---- rows and lengths ----------------------------------------------------------------------------------
 
+    @opaque
     def crop(self, n: int) -> None:
         """Forget the newest `n` time steps. On a GPU, waits for it only where the budget falls, too.
 
@@ -312,10 +315,12 @@ class MixedPrecisionCache(Runner):
             self._device.allow_rewind(n, partial(limit.row_budgets, batch=self.batch))
         self._limit, self.rewind, self._fitting = limit, n, (0, 0)
 
+    @opaque
     def reset(self) -> None:
         """Forget everything."""
         self._device.clear()
 
+    @opaque
     def reorder(self, rows: Array) -> None:
         """Make row i a copy of the present row `rows[i]`, as beam search does; the batch keeps its size.
 
@@ -331,6 +336,7 @@ class MixedPrecisionCache(Runner):
         """
         self._take_rows(row_numbers(rows, self.batch, keep_size=True))
 
+    @opaque
     def select(self, rows: Array) -> None:
         """Keep the given rows, in the given order; the batch becomes as long as `rows`.
 
@@ -348,6 +354,7 @@ class MixedPrecisionCache(Runner):
         """
         self._take_rows(row_numbers(rows, self.batch))
 
+    @opaque
     def repeat(self, n: int) -> None:
         """Repeat each row `n` times, copies side by side.
 

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arguments import LONGEST, check_device, check_names, choice, number, shown, whole_number
-from kvlab.arrays import Array, dtype_name, to_numpy_view
+from kvlab.arrays import Array, dtype_name, opaque, to_numpy_view
 from kvlab.cache.importance import Importance, UpdateFunction
 from kvlab.cache.layers import Layer
 from kvlab.errors import BudgetError
@@ -91,7 +91,7 @@ def _refuses_by_name(kind: type[CacheOptions]) -> type[CacheOptions]:
             )
         plain(self, *args, **options)
 
-    kind.__init__ = checked  # type: ignore[method-assign]
+    kind.__init__ = opaque(checked)  # type: ignore[method-assign]
     return kind
 
 

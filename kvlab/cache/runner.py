@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvlab.arguments import LONGEST, number, whole_number
-from kvlab.arrays import Array, ArrayT, CudaView, device_of
+from kvlab.arrays import Array, ArrayT, CudaView, device_of, opaque
 from kvlab.cache import prefill
 from kvlab.cache.contents import contents_of, fill
 from kvlab.cache.cpu import CPU
@@ -72,6 +72,7 @@ class Runner(CacheOptions):
 
     # ---- what a model calls --------------------------------------------------------------------------------
 
+    @opaque
     def step(
         self,
         layer: int,
@@ -152,6 +153,7 @@ class Runner(CacheOptions):
         as_input, dtype = self._executor.as_input, self.dtype
         return [as_input(x, name, dtype, valid) for x, name in ((k, "k"), (v, "v"))]
 
+    @opaque
     def append(self, layer: int, k: Array, v: Array, *, valid: Array | None = None) -> None:
         """Store keys and values without queries; importance, where it is attention, starts from the key norm.
 
@@ -179,6 +181,7 @@ class Runner(CacheOptions):
             with translated_out_of_memory(f"{num_new} new tokens"):
                 prefill.append(device, layer, [k, v], views, valid)
 
+    @opaque
     def attend(self, layer: int, q: ArrayT, *, scale: float | None = None, softcap: float = 0.0) -> ArrayT:
         """Attend over everything stored; nothing is added.
 
@@ -270,6 +273,7 @@ class Runner(CacheOptions):
         if out.dtype != dtype or out.strides != dense_strides(out.shape):
             raise ValueError(f"out must be a contiguous array of {dtype}, got {out.dtype} {out.strides}")
 
+    @opaque
     def step_heads_first(
         self, layer: int, q: Any, k: Any, v: Any, scale: float | None, softcap: float, valid: Any
     ) -> Any:

@@ -18,7 +18,7 @@ import torch
 import kvlab
 import kvlab.ops.attention  # whose rows `call_of` chooses from
 from kvlab.arguments import LONGEST, whole_number
-from kvlab.arrays import cuda_view
+from kvlab.arrays import cuda_view, opaque
 from kvlab.integrations.flash_attn_arguments import check_index, check_tensor
 from kvlab.integrations.flash_attn_cache_checks import CacheRows, can_look, check_pages
 from kvlab.integrations.torch_autograd import with_contiguous_rows
@@ -77,6 +77,7 @@ def attend_cache(
     return out.view(q.shape), lse.view(heads, batch, seqlen).transpose(0, 1).contiguous()
 
 
+@opaque
 def attend_paged(
     q: Tensor,
     k: Tensor,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvlab.arrays import opaque
 from kvlab.errors import needs_extra
 
 with needs_extra("hf", "kvlab.integrations.transformers"):
@@ -39,6 +40,7 @@ def register() -> None:
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
+@opaque
 def packed_attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,

@@ -147,7 +147,7 @@ def attention_varlen(
 
 
 def refuse_transforms() -> None:
-    """Refuse gradients under the transforms of torch.func."""
+    """Refuse calls under the transforms of torch.func."""
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
             "attention has no rule for the transforms of torch.func (grad, vmap, ...): call backward(), or "
@@ -192,6 +192,7 @@ def _run(tensors: tuple[Any, ...], numbers: Numbers, return_lse: bool) -> torch.
     """Compute in the cheapest way that torch can still differentiate and compile; numbers are checked."""
     if is_compiling():
         return _operate(tensors, numbers, return_lse)
+    refuse_transforms()
     q, k, v, *bounds = tensors
     calls = _calls_of(numbers)
     known = calls.find(tensors)
@@ -201,7 +202,6 @@ def _run(tensors: tuple[Any, ...], numbers: Numbers, return_lse: bool) -> torch.
         if _is_looked_at(tensors):
             return _operate(tensors, numbers, return_lse)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        refuse_transforms()
         recorded: torch.Tensor | Two = _record(q, k, v, known, calls, return_lse, *bounds)
         return recorded
     call, addresses = known or _call_of(calls.forward, tensors)

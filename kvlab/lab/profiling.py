@@ -21,7 +21,7 @@ import kvlab
 from kvlab.jit.launch import Kernel, PreparedLaunch, PreparedLaunches
 from kvlab.lab.counters import count
 from kvlab.lab.results import Row, provenance
-from kvlab.lab.targets import Machine, resolve
+from kvlab.lab.targets import PARTS, Machine, resolve
 from kvlab.lab.timing import time_in_turns
 
 __all__ = ["Call", "calls_of", "recorded", "run"]
@@ -200,7 +200,7 @@ def run(target: str, where: Machine, *, repeats: int = 10, release: bool = False
     counters: list[Row] = []
     skipped = {f"everything on {device}": reason for device, reason in where.skipped.items()}
     for device in where.devices:
-        for part in resolve(target, more=("grouped", "engine")):
+        for part in resolve(target, more=PARTS):
             launched: list[Row] = []
             calls = (
                 call for times in ((1, 4) if release else (1,)) for call in calls_of(part, device, times)

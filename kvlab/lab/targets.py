@@ -12,13 +12,16 @@ from pathlib import Path
 from kvlab import device
 from kvlab.sizes import format_size
 
-__all__ = ["DEVICES", "TARGETS", "Machine", "machine", "resolve"]
+__all__ = ["DEVICES", "PARTS", "TARGETS", "Machine", "machine", "resolve"]
 
 ROOT = Path(__file__).parents[2]
 DEVICES = ("auto", "cpu", "cuda")
 
 TARGETS = ("attention", "packed", "ternary")
 """Parts of the library; `all` is every one of them, `flash_attention` another word for attention."""
+
+PARTS = ("grouped", "engine")
+"""Further words of `kvlab test` and `kvlab profile`: a part of attention, and the engine."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvlab.errors import MissingExtraError
 from kvlab.lab.results import provenance
-from kvlab.lab.targets import ROOT, Machine, resolve
+from kvlab.lab.targets import PARTS, ROOT, Machine, resolve
 
 __all__ = ["PATTERNS", "paths", "run"]
 
@@ -28,12 +28,17 @@ PATTERNS = {
                            "integrations/test_torch_autograd.py", "integrations/test_compiled.py"),
     ("attention", "cuda"): ("gpu/test_attention*.py", "gpu/test_flash_attn.py", "gpu/test_grouped*.py",
                             "gpu/test_tile_list.py", "gpu/test_merge_rows.py",
-                            "gpu/test_gathered_attention.py", "gpu/test_query_gradients.py"),
+                            "gpu/test_gathered_attention.py", "gpu/test_query_gradients.py",
+                            "gpu/test_compiled.py"),
     ("packed", "cpu"): ("ops/test_packed*.py", "ops/test_codec*.py", "reference/test_pages.py",
                         "cache/**/test_*.py", "integrations/test_transformers.py"),
     ("packed", "cuda"): ("gpu/test_cuda_kernels*.py", "gpu/test_codec*.py", "gpu/test_cache*.py"),
     ("ternary", "cpu"): ("ops/test_bits.py", "reference/test_bits.py"),
     ("ternary", "cuda"): ("gpu/test_bit_packing.py",),
+    ("grouped", "cpu"): ("ops/test_grouped*.py", "reference/test_grouped*.py"),
+    ("grouped", "cuda"): ("gpu/test_grouped*.py", "gpu/test_query_gradients.py"),
+    ("engine", "cpu"): ("engine/test_*.py", "reference/test_decoder.py", "integrations/test_accelerate.py"),
+    ("engine", "cuda"): ("gpu/test_engine*.py",),
 }  # fmt: skip
 """Test files of each part on each kind of device, below ``tests/``."""
 
@@ -61,7 +66,7 @@ def paths(target: str, device: str) -> list[str]:
         raise FileNotFoundError(
             f"there are no tests beside {ROOT}: kvlab test needs a checkout of the repository"
         )
-    parts = resolve(target)
+    parts = resolve(target, more=PARTS)
     if target == "all":
         return ["tests", "kvlab"] if device == "cpu" else ["tests/gpu"]
     tests = ROOT / "tests"

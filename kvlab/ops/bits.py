@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arguments import flag, whole_number
-from kvlab.arrays import ArrayT, device_of, dtype_name
+from kvlab.arrays import ArrayT, device_of, dtype_name, opaque
 from kvlab.registry import ON_CUDA, ON_NUMBA, Implementation, choose, register, requirements_of
 
 __all__ = ["WIDTHS", "pack", "pack_ternary", "packed_bytes", "unpack", "unpack_ternary"]
@@ -44,6 +44,7 @@ register(
 )
 
 
+@opaque
 def pack(codes: ArrayT, bits: int, *, check: bool = True, backend: str | None = None) -> ArrayT:
     """Pack codes of a few bits to bytes, along the last axis.
 
@@ -84,6 +85,7 @@ def pack(codes: ArrayT, bits: int, *, check: bool = True, backend: str | None = 
     return packed
 
 
+@opaque
 def unpack(packed: ArrayT, bits: int, count: int, *, backend: str | None = None) -> ArrayT:
     """Unpack what `pack` made: `count` codes a row.
 
@@ -124,6 +126,7 @@ def unpack(packed: ArrayT, bits: int, count: int, *, backend: str | None = None)
     return codes
 
 
+@opaque
 def pack_ternary(values: ArrayT, *, check: bool = True, backend: str | None = None) -> ArrayT:
     """Pack values -1, 0, 1, five to a byte, along the last axis: 1.6 bits each.
 
@@ -163,6 +166,7 @@ def pack_ternary(values: ArrayT, *, check: bool = True, backend: str | None = No
     return packed
 
 
+@opaque
 def unpack_ternary(packed: ArrayT, count: int, *, check: bool = True, backend: str | None = None) -> ArrayT:
     """Unpack what `pack_ternary` made: `count` values a row.
 

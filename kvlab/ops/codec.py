@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arguments import flag
-from kvlab.arrays import Array, ArrayT, device_of, dtype_name, numpy_dtype
+from kvlab.arrays import Array, ArrayT, device_of, dtype_name, numpy_dtype, opaque
 from kvlab.ops.bits import WIDTHS
 from kvlab.ops.codec_layout import CODECS, FLOATS, TERNARY_BITS, Layout, checked_layout
 from kvlab.registry import ON_CUDA, ON_NUMBA, Implementation, choose, register, requirements_of
@@ -90,6 +90,7 @@ class Quantized(Generic[ArrayT]):
         return 8 * self.nbytes / (math.prod(self.shape) or 1)
 
 
+@opaque
 def quantize(
     x: ArrayT,
     bits: float,
@@ -200,6 +201,7 @@ def quantize(
     )
 
 
+@opaque
 def dequantize(
     quantized: Quantized[ArrayT], dtype: Any = None, *, check: bool = True, backend: str | None = None
 ) -> ArrayT:

@@ -14,7 +14,16 @@ from kvlab.arguments import LONGEST, flag, number, whole_number
 from kvlab.arrays import Array, ArrayT, opaque
 from kvlab.ops.array_kinds import Kind, dtype_of_kind, kinds_of
 from kvlab.ops.attention_call import MAX_GROUPS
-from kvlab.ops.grouped import CPU, GPU, HOPPER, GroupedArrays, GroupedCall, call_of, check_groups
+from kvlab.ops.grouped import (
+    CPU,
+    GPU,
+    HOPPER,
+    IMPLEMENTATIONS,
+    GroupedArrays,
+    GroupedCall,
+    call_of,
+    check_groups,
+)
 from kvlab.registry import ON_CUDA, ON_NUMBA, Implementation, register
 from kvlab.shapes import match_shapes
 
@@ -22,6 +31,7 @@ __all__ = ["BACKWARD", "Results", "grouped_attention_varlen_backward", "names_of
 
 BACKWARD = "grouped_attention_backward"
 _HOPPER = HOPPER | {"head_dim": range(1, 129)}
+_CUDA = GPU | ON_CUDA | {"implementation": IMPLEMENTATIONS}  # the only way where the forward's words get here
 register(
     Implementation(BACKWARD, "cpu", "kvlab.ops.cpu.grouped:attend_backward", CPU),
     Implementation(
@@ -29,7 +39,7 @@ register(
         CPU | {"dtype": (*CPU["dtype"], "float64")},
     ),
     Implementation(BACKWARD, "cuda", "kvlab.ops.cuda.grouped_backward:attend_backward", _HOPPER),
-    Implementation(BACKWARD, "cuda", "kvlab.ops.cuda.grouped_separate:attend_backward", GPU | ON_CUDA),
+    Implementation(BACKWARD, "cuda", "kvlab.ops.cuda.grouped_separate:attend_backward", _CUDA),
     Implementation(BACKWARD, "numba", "kvlab.ops.cuda.grouped_separate:attend_backward", GPU | ON_NUMBA),
 )  # fmt: skip
 

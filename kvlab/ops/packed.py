@@ -23,6 +23,7 @@ from kvlab.arrays import (
     common_device,
     device_of,
     dtype_name,
+    opaque,
 )
 from kvlab.pages import DevicePages, LayerPages, PageLayout
 from kvlab.registry import ON_CUDA, ON_NUMBA, AtLeast, Implementation, choose, register, requirements_of
@@ -70,6 +71,7 @@ class PackedAttention(NamedTuple, Generic[ArrayT]):
     scores: ArrayT | None
 
 
+@opaque
 def packed_attention(
     q: ArrayT,
     pages: Pages,
@@ -166,6 +168,7 @@ def packed_attention(
     return result
 
 
+@opaque
 def mass_from_scores(scores: ArrayT, lse: Array, pages: Pages, *, backend: str | None = None) -> ArrayT:
     """Turn kept scores into attention mass: the mean probability of each stored token.
 

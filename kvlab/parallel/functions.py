@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvlab.arguments import LONGEST, flag, refuse_unsupported, whole_number
+from kvlab.arrays import opaque
 from kvlab.parallel.arguments import (
     NO_WINDOW,
     Window,
@@ -59,6 +60,7 @@ _OF_Q, _OF_K = ("B", "Sq", "Hq", "D"), ("B", "Sq", "Hk", "D")  # a rank has as m
 # ---- what a rank holds
 
 
+@opaque
 def extract_local(x: Any, cu_seqlens: Any, *, group: Any = None, zigzag: bool = True) -> Any:
     """Take this rank's tokens out of those of all ranks.
 
@@ -89,6 +91,7 @@ def extract_local(x: Any, cu_seqlens: Any, *, group: Any = None, zigzag: bool = 
     return x.index_select(0, on_device(shard.rows, x.device))
 
 
+@opaque
 def scatter_local(whole: Any, local: Any, cu_seqlens: Any, *, group: Any = None, zigzag: bool = True) -> Any:
     """Write this rank's tokens where they stand among those of all ranks, in place; return `whole`.
 
@@ -116,6 +119,7 @@ def scatter_local(whole: Any, local: Any, cu_seqlens: Any, *, group: Any = None,
     return whole.index_copy_(0, on_device(shard.rows, whole.device), local)
 
 
+@opaque
 def position_ids(cu_seqlens: Any, like: Any, *, group: Any = None, zigzag: bool = True) -> Any:
     """Return the position of each of this rank's tokens in its sequence, as rotary embeddings want it.
 
@@ -143,6 +147,7 @@ def position_ids(cu_seqlens: Any, like: Any, *, group: Any = None, zigzag: bool 
 # ---- keys and values are gathered
 
 
+@opaque
 def llama3_flash_attn_prepare_cu_seqlens(
     cu_seqlens: Any, causal: bool, rank: int, world_size: int
 ) -> tuple[Any, Any, int, int, slice]:
@@ -171,6 +176,7 @@ def llama3_flash_attn_prepare_cu_seqlens(
     return bounds[0], bounds[1], longest[0], longest[1], part.k_rows  # type: ignore[return-value]
 
 
+@opaque
 def llama3_flash_attn_varlen_func(
     q: Any,
     k: Any,
@@ -236,6 +242,7 @@ def llama3_flash_attn_varlen_func(
     return _attend(call, q, k, v, return_attn_probs)
 
 
+@opaque
 def zigzag_llama3_flash_attn_varlen_func(
     q: Any,
     k: Any,
@@ -355,6 +362,7 @@ def _zigzag_llama3_call(
 # ---- keys and values go round
 
 
+@opaque
 def ring_flash_attn_func(
     q: Any,
     k: Any,
@@ -394,6 +402,7 @@ def ring_flash_attn_func(
     return _ring_of_batch(q, k, v, causal, options, return_attn_probs, group, zigzag=False)
 
 
+@opaque
 def zigzag_ring_flash_attn_func(
     q: Any,
     k: Any,
@@ -430,6 +439,7 @@ def zigzag_ring_flash_attn_func(
     return _ring_of_batch(q, k, v, causal, options, return_attn_probs, group, zigzag=True)
 
 
+@opaque
 def ring_flash_attn_varlen_func(
     q: Any,
     k: Any,
@@ -474,6 +484,7 @@ def ring_flash_attn_varlen_func(
     )
 
 
+@opaque
 def zigzag_ring_flash_attn_varlen_func(
     q: Any,
     k: Any,

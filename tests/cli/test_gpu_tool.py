@@ -44,7 +44,7 @@ def test_where_a_command_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="target='speed' is unknown; known are flash_attention, attention"):
         targets.resolve("speed")
     with pytest.raises(ValueError, match="ternary, grouped, engine, all"):
-        targets.resolve("group", more=("grouped", "engine"))
+        targets.resolve("group", more=targets.PARTS)
 
 
 def test_validate_prints_errors_and_reasons(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,10 @@
-"""Functions that are no operators of torch in code that `torch.compile` traces: called as they are."""
+"""Compiled by torch, public functions give what they give alone: it calls them without a look inside."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -10,86 +12,77 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import kvlab  # noqa: E402
-from kvlab.integrations import torch_autograd, torch_grouped  # noqa: E402
-from kvlab.integrations.flash_attn import flash_attn_with_kvcache  # noqa: E402
-
-BOUNDS = torch.tensor([0, 3, 7], dtype=torch.int32)
-PREFIXES = [torch.tensor([2, 1], dtype=torch.int32), torch.tensor([3, 4], dtype=torch.int32)]
-GROUPS = {"cu_seqlens_q_groups": [BOUNDS] * 2, "cu_seqlens_k": BOUNDS, "prefix_lens": PREFIXES}
+from kvlab.arrays import opaque  # noqa: E402
+from kvlab.integrations.torch_autograd import attention, attention_varlen  # noqa: E402
+from kvlab.parallel import functions as parallel  # noqa: E402
+from tests.traced import CALLS, assert_traced_alike  # noqa: E402
 
 
-def of_cache(q: Any, k: Any, v: Any) -> Any:
-    lengths = torch.tensor([7], dtype=torch.int32)
-    return flash_attn_with_kvcache(q[None, :1], k[None], v[None], cache_seqlens=lengths)
-
-
-def merged(q: Any, k: Any, v: Any) -> Any:
-    parts = [kvlab.attention(q[None], x[None], y[None], return_lse=True) for x, y in ((k, v), (v, k))]
-    return kvlab.merge_attention(*map(list, zip(*parts, strict=True)))[0]
-
-
-def gradients(q: Any, k: Any, v: Any) -> Any:
-    call = q[None], k[None], v[None]
-    out, lse = kvlab.attention(*call, return_lse=True)
-    return kvlab.attention_backward(out, *call, out, lse)[1]
-
-
-def gradients_of_groups(q: Any, k: Any, v: Any) -> Any:
-    outs, lses = kvlab.grouped_attention_varlen([q, q], k, v, return_lse=True, **GROUPS)
-    return kvlab.grouped_attention_varlen_backward(outs, [q, q], k, v, outs, lses, **GROUPS)[1]
-
-
-CALLS: dict[str, Callable[..., Any]] = {
-    "attention": lambda q, k, v: kvlab.attention(q[None], k[None], v[None], causal=True),
-    "attention_varlen": lambda q, k, v: kvlab.attention_varlen(q, k, v, BOUNDS, BOUNDS, 4, 4),
-    "attention_backward": gradients,
-    "merge_attention": merged,
-    "grouped_attention_varlen": lambda q, k, v: kvlab.grouped_attention_varlen([q, 2 * q], k, v, **GROUPS)[1],
-    "grouped_attention_varlen_backward": gradients_of_groups,
-    "flash_attn_with_kvcache": of_cache,
-}
-
-
-def draw() -> list[Any]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(7, heads, 16, generator=generator) for heads in (4, 2, 2)]
-
-
+@pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_compiled_call_gives_the_same_bits(name: str) -> None:
-    def function(q: Any, k: Any, v: Any) -> Any:
-        return 2 * CALLS[name](q + 1, k, v)
+def test_compiled_calls_are_the_plain_ones(name: str, dynamic: bool | None) -> None:
+    assert_traced_alike(name, "cpu", torch.float32, backend="eager", dynamic=dynamic)
 
-    arrays = draw()
-    compiled = torch.compile(function, backend="eager")
+
+@pytest.mark.parametrize(("varlen", "dynamic"), [(False, True), (True, None)])
+def test_one_graph_takes_other_lengths_and_numbers(varlen: bool, dynamic: bool | None) -> None:
+    """Still without a break where lengths, scale, soft cap or window are other ones than before."""
+
+    def loss(q: Any, k: Any, v: Any, bounds: Any, scale: float, softcap: float, left: int) -> Any:
+        options: Any = {"scale": scale, "softcap": softcap, "window": (left, -1), "deterministic": True}
+        if varlen:
+            out = attention_varlen(q[0], k[0], v[0], bounds, bounds, q.shape[1], q.shape[1], **options)
+        else:
+            out = attention(q, k, v, **options)
+        return (out * out).sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for length, *numbers in ((7, 0.1, 3.0, 4), (9, 0.2, 3.0, 4), (12, 0.3, 5.0, 4), (12, -0.3, 0.0, 6)):
+        leaves = [torch.randn(1, length, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
+        bounds = torch.tensor([0, 3, length], dtype=torch.int32)
+        plain, made = (torch.autograd.grad(f(*leaves, bounds, *numbers), leaves) for f in (loss, compiled))
+        for x, y in zip(plain, made, strict=True):
+            torch.testing.assert_close(y, x, atol=0, rtol=0)
+    with pytest.raises(Exception, match="scale=nan must be finite"):
+        compiled(*leaves, bounds, float("nan"), 0.0, 6)
+
+
+def test_every_public_function_of_arrays_is_called_as_it_is() -> None:
+    """Those of kvlab that torch can trace are operators; their module does not stand here."""
+    functions = [getattr(kvlab, name) for name, home in kvlab._HOME.items() if home.startswith("kvlab.ops.")]
+    functions += [getattr(parallel, name) for name in parallel.__all__]
+    for function in functions:
+        if inspect.isfunction(function):
+            assert function._torchdynamo_disable, function.__name__
+
+
+def test_a_traced_function_would_be_noticed() -> None:
+    """What runs inside is seen by torch unless it is told not to look."""
+    seen = []
+
+    def inside(x: Any) -> Any:
+        seen.append(torch._C._dynamo.eval_frame.get_eval_frame_callback() is None)
+        return x
+
+    torch._dynamo.reset()
     for _ in range(2):
-        torch.testing.assert_close(compiled(*arrays), function(*arrays), atol=0, rtol=0)
-        arrays = [x + 0.5 for x in arrays]
+        torch.compile(lambda x: opaque(inside)(x + 1) * 2, backend="eager")(torch.ones(2))
+    assert seen == [True, True]
 
 
-def test_gradients_of_groups_in_compiled_code() -> None:
-    def loss(q: Any, k: Any, v: Any) -> Any:
-        outs = torch_grouped.grouped_attention_varlen([q, 2 * q], k, v, **GROUPS)
-        return sum((out * out).sum() for out in outs)
-
-    found = []
-    for function in (loss, torch.compile(loss, backend="eager")):
-        leaves = [x.requires_grad_() for x in draw()]
-        function(*leaves).backward()
-        found.append([x.grad for x in leaves])
-    for plain, made in zip(*found, strict=True):
-        torch.testing.assert_close(made, plain, atol=0, rtol=0)
+def test_a_whole_graph_is_refused_by_the_name_of_the_function() -> None:
+    q = torch.ones(1, 3, 2, 4)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="function attention"):
+        torch.compile(lambda x: kvlab.attention(x, x, x), backend="eager", fullgraph=True)(q)
 
 
-def test_numbers_and_lengths_that_change() -> None:
-    """In one graph: dynamo makes symbols of numbers and sizes that differ between calls."""
-
-    def function(x: Any, scale: float, softcap: float) -> Any:
-        return torch_autograd.attention(2 * x, x, x, scale=scale, softcap=softcap)
-
-    compiled = torch.compile(function, backend="eager", fullgraph=True)
-    for rows, scale, softcap in ((7, 0.1, 0.0), (7, 0.2, 0.0), (9, 0.3, 2.0), (11, 0.3, 3.0)):
-        x = torch.linspace(-2, 2, rows * 32).reshape(1, rows, 2, 16)
-        torch.testing.assert_close(compiled(x, scale, softcap), function(x, scale, softcap), atol=0, rtol=0)
-    with pytest.raises((ValueError, torch._dynamo.exc.TorchRuntimeError), match="must be finite"):
-        function(x, float("inf"), 0.0)
+def test_nothing_of_torch_is_loaded_for_it() -> None:
+    code = """if True:
+        import sys, kvlab, numpy as np
+        x = np.ones((1, 2, 1, 4), np.float32)
+        kvlab.attention(x, x, x)
+        print([name for name in sys.modules if name.startswith("torch")])
+    """
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
