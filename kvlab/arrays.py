@@ -117,7 +117,9 @@ def opaque(function: Callable[P, T]) -> Callable[P, T]:
             return function(*arguments, **options)
         if plain is None:
             dynamo = sys.modules["torch"]._dynamo
-            dynamo.eval_frame.skip_code(cast(Any, call).__code__)  # not traced for each kind of arguments
+            skip_code = getattr(dynamo.eval_frame, "skip_code", None)  # not part of what torch documents
+            if skip_code is not None:
+                skip_code(cast(Any, call).__code__)  # not traced for each kind of arguments
             plain = cast(Callable[P, T], dynamo.disable(function))
         return plain(*arguments, **options)
 
