@@ -142,7 +142,7 @@ def check_writable(x: Any, name: str) -> None:
     strides = x.stride() if hasattr(x, "stride") else x.strides
     repeats = [stride == 0 and size > 1 for stride, size in zip(strides, x.shape, strict=True)]
     if any(repeats) and 0 not in x.shape:
-        raise ValueError(f"{name} is an array whose elements are one in memory: pass a copy")
+        raise ValueError(f"{name} repeats elements in memory (a stride is 0): pass a copy")
 
 
 def loaded_cupy(x: object, name: str) -> ModuleType:

@@ -117,7 +117,7 @@ def _fractions(text: str) -> tuple[float, ...]:
         found = tuple(fraction(word) for word in text.split(","))
     except typer.BadParameter as error:
         raise typer.BadParameter(f"--budgets {text!r}: {error}") from None
-    if not all(0 < fraction <= 1 for fraction in found) or len(set(found)) < len(found):
+    if not all(0 < part <= 1 for part in found) or len(set(found)) < len(found):
         raise typer.BadParameter(f"--budgets {text!r}: every budget lies between 0 and 1, none stands twice")
     return found
 

@@ -22,7 +22,7 @@ def command(
     """Time typical calls, and say what their kernels take of a GPU.
 
     The target may also be "grouped": the implementations of grouped attention; or "engine": a token of a
-    decoder, whose shape says how many lanes of a warp are at work.
+    decoder, whose shape says, on a GPU, how many lanes of a warp are at work.
 
     "gflop" and "gbyte" are what a call must compute and move at least, "tflops" and "tb per s" what it
     reaches of that. On a GPU each kernel is listed with its registers, spills, shared memory and occupancy,

@@ -178,7 +178,7 @@ class Token:
         self.run(stream)
 
     def run(self, stream: int, *, chooses: bool = False) -> None:
-        """Run the tokens, which are embedded; and choose the next ones and embed them."""
+        """Run the tokens, which are embedded; with `chooses` choose and embed the next ones, too."""
         self.launch_phases(0, int(self._call["end_phase"][0]), stream, chooses=chooses)
 
     def launch_embed(self, stream: int) -> None:

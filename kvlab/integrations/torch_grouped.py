@@ -35,7 +35,7 @@ def grouped_attention_varlen(
 ) -> list[torch.Tensor] | tuple[list[torch.Tensor], list[torch.Tensor]]:
     """`kvlab.grouped_attention_varlen` with gradients.
 
-    Without what has none, keys in segments and results that are merged, and without sm_margin.
+    It takes no `segment_table` and no `into`, which have no gradients, and no `sm_margin`.
 
     Parameters
     ----------

@@ -101,10 +101,10 @@ def grouped_attention_varlen_backward(
         Return dk and dv in float32, for a sum over devices. Separate calls on a GPU round each group's part
         to the dtype of k, not their sum.
     implementation : str, optional
-        As in the forward. ``"paired"`` and ``"listed"`` are one launch on a GPU, in which a tile of keys
-        meets the rows of all groups; on a CPU the three are the same. By default paired on compute
-        capability 9.0 in 16 bits, up to 128 channels, for arrays whose rows begin at multiples of 16 bytes,
-        else separate.
+        As in the forward. ``"paired"`` and ``"listed"`` are one launch on compute capability 9.0, in
+        16 bits and up to 128 channels: a tile of keys meets the rows of all groups; elsewhere on a GPU each
+        group is a call. On a CPU the three are the same. By default paired where that is one launch, for
+        arrays whose rows begin at multiples of 16 bytes, else separate.
     sm_margin : int
         As in `attention_backward`.
     backend : str, optional

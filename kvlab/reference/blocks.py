@@ -236,13 +236,12 @@ def search_block_step(
     """Return the step byte of elements (n, head_dim).
 
     In a profile without 2 and 4 that is the least step whose grid reaches the largest element, as at 8 bits
-    in `kvlab.reference.pages.search_step`. Else the bytes
-    next to the guess are compared, under and above it, and at head_dim 64, or from codes, then the next one
-    on the side of the lesser error. An error is the sum of squares of `sizes_of` elements, whole numbers
-    below 256; steps are rounded down to whole ones, of which half a grid does not exceed 255. Blocks of 8
-    bits count 16 times what their largest size has beyond 256 steps, or beyond 255. Of equal errors the lower
-    byte counts, or the earlier one. A guess below half of the least step gives 0; the byte below is 3 at
-    least.
+    in `kvlab.reference.pages.search_step`. Else the bytes next to the guess are compared, under and above it,
+    and at head_dim 64, or from codes, then the next one on the side of the lesser error. An error is the sum
+    of squares of `sizes_of` elements, whole numbers below 256; steps are rounded down to whole ones, of which
+    half a grid does not exceed 255. Blocks of 8 bits count 16 times what their largest size has beyond 256
+    steps, or beyond 255. Of equal errors the lower byte counts, or the earlier one. A guess below half of the
+    least step gives 0; the byte below is 3 at least.
 
     `largest`, (n,), is that of the blocks that have codes, finite, above 0 and not too large; `decoded`, (n,)
     or for all, says which elements come from codes.

@@ -377,8 +377,8 @@ def search_step(x: NDArray[np.float32], bits: int, decoded: NDArray[np.bool_] | 
     """Return the step byte of each vector, (n, head_dim) -> (n,).
 
     At 8 bits the guess, rounded up, but 0 for vectors that are nearer to 0 than to the least step. Below, the
-    bytes next to the guess, under and above it; at 2 and 3 bits
-    then the next one on the side of the lesser error; or the nearest byte, where `is_searched` says so.
+    bytes next to the guess, under and above it; at 2 and 3 bits then the next one on the side of the lesser
+    error; or the nearest byte, where `is_searched` says so.
     Errors are sums of squares of `sizes_of` of `compared_channels`, whole numbers below 256; steps are
     rounded down to whole ones, of which half a grid does not exceed 255. Of equal errors the lower byte
     counts, or the earlier one. A guess below half of the least step gives 0; the byte below is 3 at least. As

@@ -69,6 +69,9 @@ def test_a_traced_function_would_be_noticed() -> None:
     for _ in range(2):
         torch.compile(lambda x: opaque(inside)(x + 1) * 2, backend="eager")(torch.ones(2))
     assert seen == [True, True]
+    seen.clear()
+    torch.compile(lambda x: inside(x + 1) * 2, backend="eager")(torch.ones(2))
+    assert seen != [True]
 
 
 def test_a_whole_graph_is_refused_by_the_name_of_the_function() -> None:

@@ -1,5 +1,6 @@
 """Gradients of attention on every backend of the CPU: promise 2, any shape, and what they refuse."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -8,7 +9,8 @@ from hypothesis import given, settings
 from numpy.typing import NDArray
 
 from kvlab.ops.attention import attention, attention_varlen, merge_attention
-from kvlab.ops.attention_backward import attention_backward, attention_varlen_backward
+from kvlab.ops.attention_backward import attention_backward, attention_varlen_backward, compute
+from kvlab.ops.attention_call import FLOAT32_DK_DV
 from kvlab.registry import last_backend, rows
 from tests.gradients import (
     assert_gradients,
@@ -241,3 +243,10 @@ def test_a_flag_that_is_a_number_is_refused() -> None:
     out, lse = attention(q, q, q, return_lse=True)
     with pytest.raises(TypeError, match=r"float32_dk_dv=1\.0 must be True or False"):
         attention_backward(q, q, q, q, out, lse, float32_dk_dv=1.0)  # type: ignore[arg-type]
+
+
+def test_float32_gradients_of_keys_of_16_bit_inputs_are_refused_by_numba() -> None:
+    """Before anything runs, so no GPU is needed to see it."""
+    call: Any = SimpleNamespace(extra=FLOAT32_DK_DV, row=SimpleNamespace(backend="numba"), dtype="float16")
+    with pytest.raises(NotImplementedError, match=r"float32_dk_dv=True: backend 'numba' gives dk and dv in"):
+        compute(call, (), ())

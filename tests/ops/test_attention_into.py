@@ -70,5 +70,5 @@ def test_results_that_cannot_be_written_are_refused_before_anything_is() -> None
     torch = pytest.importorskip("torch")
     one = torch.zeros(1, 1, 8).expand(3, 1, 8)
     tensors = [torch.from_numpy(y) for y in (x, x, x, *lengths[:2])]
-    with pytest.raises(ValueError, match=r"into\[0\] is an array whose elements are one in memory"):
+    with pytest.raises(ValueError, match=r"into\[0\] repeats elements in memory"):
         kvlab.attention_varlen(*tensors, 3, 3, into=(one, torch.full((1, 3), -torch.inf)))
