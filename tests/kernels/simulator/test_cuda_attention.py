@@ -90,7 +90,7 @@ def test_one_length(case: Any, dtype: np.dtype[Any]) -> None:
     low, low_lse = low_precision_attention(q, k, v, **options)
     assert_accurate(out, expected, low)
     assert_accurate(lse, expected_lse, low_lse, "lse")
-    gradients = attention_numba.attend_backward(dout, q, k, v, out, lse, None, scores, True)
+    gradients = attention_numba.attend_backward(dout, q, k, v, out, lse, None, scores, True, False)
     exact, low_ones = (f(dout, q, k, v, **options) for f in (exact_gradients, low_precision_gradients))
     assert_gradients(gradients, exact, low_ones)
 
@@ -107,7 +107,7 @@ def test_lengths_that_differ() -> None:
     low, low_lse = each_sequence(low_precision_attention, q, k, v, *bounds, **options)
     assert_accurate(out, expected, low)
     assert_accurate(lse, expected_lse, low_lse, "lse")
-    gradients = attention_numba.attend_backward(dout, q, k, v, out, lse, sequences, scores, False)
+    gradients = attention_numba.attend_backward(dout, q, k, v, out, lse, sequences, scores, False, False)
     exact, low_ones = (
         gradients_of_each(f, dout, q, k, v, *bounds, **options)
         for f in (exact_gradients, low_precision_gradients)
