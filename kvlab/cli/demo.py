@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from kvlab.cli.options import Json, fraction, size
+from kvlab.cli.options import Json, fractions, size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -72,7 +72,7 @@ def command(
     # NumPy multiplies only small matrices here; threads of its own would hinder those of torch and Numba.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("TQDM_DISABLE", "1")  # one bar is enough
-    fractions = _fractions(budgets)
+    parts = _fractions(budgets)
     if tokens is not None and tokens < 1:
         raise typer.BadParameter(f"--tokens {tokens}: at least 1 token is to be scored")
     from rich.console import Console
@@ -87,7 +87,7 @@ def command(
     tiny = os.environ.get("KVLAB_TINY") == "1"
     usual = (400 if tiny else 40_000) if full else (200 if tiny else 4_000)
     wanted = usual if tokens is None else tokens
-    plan = _plan(fractions, _groups(groups, full, tiny), tiny, wanted, device)
+    plan = _plan(parts, _groups(groups, full, tiny), tiny, wanted, device)
     output.mkdir(parents=True, exist_ok=True)
     checkpoint = Checkpoint(output, plan.settings)
     result = _compare(plan, checkpoint, processes or (1 if tiny else processes_for(plan)))
@@ -113,10 +113,7 @@ def command(
 
 
 def _fractions(text: str) -> tuple[float, ...]:
-    try:
-        found = tuple(fraction(word) for word in text.split(","))
-    except typer.BadParameter as error:
-        raise typer.BadParameter(f"--budgets {text!r}: {error}") from None
+    found = fractions(text.split(","), text)
     if not all(0 < part <= 1 for part in found) or len(set(found)) < len(found):
         raise typer.BadParameter(f"--budgets {text!r}: every budget lies between 0 and 1, none stands twice")
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,6 +28,7 @@ __all__ = [
     "Verbose",
     "emit_json",
     "fraction",
+    "fractions",
     "options_named",
     "size",
     "writable",
@@ -96,6 +97,20 @@ def fraction(budget: str | float) -> float:
             f"{budget!r} is bytes; a case is of a part of float16's bytes: write 0.3, 30% or, in bits, 4.8bpe"
         )
     return found
+
+
+def fractions(words: Iterable[str], text: str) -> tuple[float, ...]:
+    """Return `fraction` of the words of ``--budgets``; errors name the option and its text.
+
+    Examples
+    --------
+    >>> fractions(["0.3", "4bpe"], "0.3 4bpe")
+    (0.3, 0.25)
+    """
+    try:
+        return tuple(map(fraction, words))
+    except typer.BadParameter as error:
+        raise typer.BadParameter(f"--budgets {text!r}: {error}") from None
 
 
 @contextmanager

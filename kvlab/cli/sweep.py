@@ -22,7 +22,7 @@ from kvlab.cli.options import (
     NumSamples,
     Output,
     emit_json,
-    fraction,
+    fractions,
 )
 
 if TYPE_CHECKING:
@@ -73,13 +73,13 @@ def plan(
     from kvlab.lab.sweep.manifest import Manifest
     from kvlab.sizes import parse_size
 
-    fractions = [fraction(word) for word in _words("budgets", budgets.replace(",", " "))]
+    parts = fractions(_words("budgets", budgets.replace(",", " ")), budgets)
     ladders = _words("bits", bits)
     lengths = [parse_size(word, "contexts") for word in _words("contexts", contexts.replace(",", " "))]
     modes = [_truth(word) for word in _words("packing", packing.replace(",", " "))]
     shape = (num_layers, num_heads, num_kv_heads, head_dim)
-    like = make_case(fractions[0], ladders[0], min(lengths), True, device, num_samples, shape)
-    manifest = Manifest(make_grid(like, fractions, ladders, lengths, modes))
+    like = make_case(parts[0], ladders[0], min(lengths), True, device, num_samples, shape)
+    manifest = Manifest(make_grid(like, parts, ladders, lengths, modes))
     cost = estimate(manifest.cases)
     path = manifest.write(folder)
     emit_json(
