@@ -1,4 +1,4 @@
-"""kvlab.arrays: views share memory, results come back as they came in, errors name what is wrong."""
+"""Arrays are viewed without a copy, results are of the kind of arguments, errors name what is wrong."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from kvlab import arrays
+from kvlab import arrays, new_arrays, views
 
 DTYPES = ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
 
@@ -45,7 +45,7 @@ class StandardArray(Exporter):
 def test_torch_tensor_is_viewed_without_a_copy_at_any_strides(dtype: str) -> None:
     base = torch.arange(2 * 3 * 8).reshape(2, 3, 8).to(getattr(torch, dtype))
     tensor = base.transpose(0, 2)[1::2]
-    view = arrays.to_numpy_view(tensor, "x")
+    view = views.to_numpy_view(tensor, "x")
     assert view.dtype == arrays.numpy_dtype(dtype)
     assert view.shape == tuple(tensor.shape)
     assert view.ctypes.data == tensor.data_ptr()
@@ -55,7 +55,7 @@ def test_torch_tensor_is_viewed_without_a_copy_at_any_strides(dtype: str) -> Non
 @given(hnp.arrays(np.float32, hnp.array_shapes(min_dims=0, max_dims=4, min_side=0)), st.data())
 def test_numpy_array_is_viewed_as_itself(x: np.ndarray, data: st.DataObject) -> None:
     x = np.transpose(x, data.draw(st.permutations(range(x.ndim))))
-    view = arrays.to_numpy_view(x, "x")
+    view = views.to_numpy_view(x, "x")
     assert view.ctypes.data == x.ctypes.data
     assert (view.shape, view.strides) == (x.shape, x.strides)
 
@@ -63,10 +63,10 @@ def test_numpy_array_is_viewed_as_itself(x: np.ndarray, data: st.DataObject) -> 
 def test_bfloat16_keeps_every_bit_both_ways() -> None:
     bits = np.arange(1 << 16, dtype=np.uint16)
     tensor = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
-    view = arrays.to_numpy_view(tensor, "x")
+    view = views.to_numpy_view(tensor, "x")
     assert view.dtype == ml_dtypes.bfloat16
     np.testing.assert_array_equal(view.view(np.uint16), bits)
-    back = arrays.like_first(view, tensor)
+    back = new_arrays.like_first(view, tensor)
     assert back.dtype == torch.bfloat16
     assert back.data_ptr() == tensor.data_ptr()
 
@@ -74,40 +74,40 @@ def test_bfloat16_keeps_every_bit_both_ways() -> None:
 @pytest.mark.parametrize("kind", [Exporter, StandardArray])
 def test_other_exporters_are_viewed_without_a_copy(kind: type[Exporter]) -> None:
     data = np.arange(6, dtype=np.float32).reshape(2, 3)
-    assert np.shares_memory(arrays.to_numpy_view(kind(data), "x"), data)
+    assert np.shares_memory(views.to_numpy_view(kind(data), "x"), data)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_results_are_of_the_kind_of_the_first_argument_and_share_memory(dtype: str) -> None:
     result = np.zeros((2, 3), arrays.numpy_dtype(dtype))
-    assert arrays.like_first(result, np.ones(1)) is result
-    tensor = arrays.like_first(result, torch.ones(1))
+    assert new_arrays.like_first(result, np.ones(1)) is result
+    tensor = new_arrays.like_first(result, torch.ones(1))
     assert tensor.dtype == getattr(torch, dtype)
     assert tensor.data_ptr() == result.ctypes.data
 
 
 def test_results_for_other_libraries() -> None:
     result = np.zeros(3, np.float32)
-    standard = arrays.like_first(result, StandardArray(np.ones(1)))
+    standard = new_arrays.like_first(result, StandardArray(np.ones(1)))
     assert isinstance(standard, StandardArray)
     assert np.shares_memory(standard.data, result)
-    assert arrays.like_first(result, Exporter(np.ones(1))) is result
+    assert new_arrays.like_first(result, Exporter(np.ones(1))) is result
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_empty_is_of_kind_shape_and_dtype(dtype: str) -> None:
-    tensor = arrays.empty((2, 0, 3), dtype, like=torch.ones(1))
+    tensor = new_arrays.empty((2, 0, 3), dtype, like=torch.ones(1))
     assert (tuple(tensor.shape), tensor.dtype) == ((2, 0, 3), getattr(torch, dtype))
-    array = arrays.empty((2, 3), dtype, like=np.ones(1))
+    array = new_arrays.empty((2, 3), dtype, like=np.ones(1))
     assert (array.shape, array.dtype) == ((2, 3), arrays.numpy_dtype(dtype))
 
 
 def test_grad_is_refused_only_while_it_is_recorded() -> None:
     weight = torch.ones(3, requires_grad=True)
     with pytest.raises(TypeError, match=r"q requires grad.*q\.detach\(\).*no_grad"):
-        arrays.to_numpy_view(weight * 2, "q")
+        views.to_numpy_view(weight * 2, "q")
     with torch.no_grad():
-        assert arrays.to_numpy_view(weight, "q").ctypes.data == weight.data_ptr()
+        assert views.to_numpy_view(weight, "q").ctypes.data == weight.data_ptr()
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_grad_is_refused_only_while_it_is_recorded() -> None:
 )
 def test_what_cannot_be_viewed_is_refused_by_name(x: object, message: str) -> None:
     with pytest.raises(TypeError, match=message):
-        arrays.to_numpy_view(x, "codes")
+        views.to_numpy_view(x, "codes")
 
 
 def test_dtype_of_a_list_is_refused_by_name() -> None:
@@ -146,15 +146,15 @@ def test_dtype_of_a_list_is_refused_by_name() -> None:
 def test_cpu_arrays_have_no_cuda_view_and_no_stream() -> None:
     for x, place in ((np.zeros(2), "cpu"), (torch.zeros(2), "cpu")):
         with pytest.raises(TypeError, match=f"k is on {place}; this backend works on arrays on a CUDA GPU"):
-            arrays.cuda_view(x, "k")
+            views.cuda_view(x, "k")
         with pytest.raises(TypeError, match="an array on cpu has no stream"):
-            arrays.current_stream(x)
+            views.current_stream(x)
 
 
 def test_gpu_array_of_another_library_asks_for_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(TypeError, match=r"k .*is on a GPU and can only be used through CuPy"):
-        arrays.cuda_view(Exporter(np.zeros(2), device=(2, 0)), "k")
+        views.cuda_view(Exporter(np.zeros(2), device=(2, 0)), "k")
 
 
 def test_common_device_names_both_arrays() -> None:
@@ -171,8 +171,8 @@ def test_pinned_memory_is_cpu_and_managed_memory_is_cuda() -> None:
 
 def test_viewing_never_imports_a_framework() -> None:
     code = (
-        "import sys, numpy as np; from kvlab import arrays; x = np.zeros((2, 3));"
-        "arrays.to_numpy_view(x, 'x'); arrays.like_first(x, x); arrays.common_device({'x': x});"
+        "import sys, numpy as np; from kvlab import arrays, new_arrays, views; x = np.zeros((2, 3));"
+        "views.to_numpy_view(x, 'x'); new_arrays.like_first(x, x); arrays.common_device({'x': x});"
         "sys.exit(any(name in sys.modules for name in ('torch', 'cupy', 'jax', 'numba', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

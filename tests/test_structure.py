@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 
 LAYERS = (
     {"errors", "arguments", "estimates", "shapes", "sizes"},
-    {"arrays", "device", "environment", "threads"},
+    {"arrays", "device", "environment", "new_arrays", "threads", "torch_compile", "views"},
     {"files", "jit", "ladder", "pages", "registry"},
     {"ops"},
     {"cache"},

@@ -27,7 +27,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvlab.arrays import cuda_view
 from kvlab.cache.cuda import GPU, GpuKernels
 from kvlab.cache.importance import Collector
 from kvlab.cache.layers import Layer, LayerFormat
@@ -42,6 +41,7 @@ from kvlab.ops.cuda.packed import saved_quad_bytes
 from kvlab.ops.layer_state import NEW_TOKENS, OBSERVED, STATE, new_tokens
 from kvlab.ops.plan import Ladder, PlanShape, crop_bounds
 from kvlab.pages import QUAD, TOKENS_PER_PAGE, profile_names
+from kvlab.views import cuda_view
 
 SHAPES = {  # layers, batch, tokens, KV heads, group, sliding window or 0
     "8 x 32K": (32, 8, 32768, 8, 4, 0),

@@ -25,12 +25,12 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, QuantizedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import kvlab
-from kvlab.arrays import cuda_view
 from kvlab.integrations.decode_graph import DecodeGraph
 from kvlab.integrations.packed_attention import packed_attention_forward
 from kvlab.integrations.transformers import ATTENTION, KVLabCache, register
 from kvlab.lab.benchmark import harness
 from kvlab.lab.timing_gpu import recorded, time_by_events
+from kvlab.views import cuda_view
 
 BITS, BUDGET, LOOKAHEAD = (4, 8), 0.3, 128
 SHORT, SHORT_BITS = 4096, (2, 4, 8)  # up to this length open pages at 8 bits leave less than 4 bits to others

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from kvlab import files
 from kvlab.arguments import LONGEST, check_device, whole_number
-from kvlab.arrays import Array, opaque
+from kvlab.arrays import Array
 from kvlab.cache.contents import Arrays, check_sizes, contents_of, fill
 from kvlab.cache.options import row_numbers
 from kvlab.cache.runner import Runner
@@ -33,6 +33,7 @@ from kvlab.device import translated_out_of_memory
 from kvlab.errors import FormatError
 from kvlab.pages import LayerPages, named_pages
 from kvlab.sizes import format_size
+from kvlab.torch_compile import opaque
 
 __all__ = ["MixedPrecisionCache"]
 

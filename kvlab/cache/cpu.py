@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import CudaView, dtype_name, like_first, meant_strides, numpy_dtype, to_numpy_view
+from kvlab.arrays import dtype_name, numpy_dtype
+from kvlab.new_arrays import like_first
 from kvlab.ops.cpu import pages, plan, scores
 from kvlab.ops.cpu.layer import HostLayer
 from kvlab.ops.cpu.packed import AttendCall
@@ -24,6 +25,7 @@ from kvlab.ops.cpu.rows import copy_pages_to, take_rows
 from kvlab.ops.layer_state import UNIT
 from kvlab.ops.plan import Ladder, PlanShape
 from kvlab.pages import QUAD, TOKENS_PER_PAGE, DevicePages
+from kvlab.views import CudaView, meant_strides, to_numpy_view
 
 if TYPE_CHECKING:
     from kvlab.cache.store import DeviceStore, RowMove

@@ -13,22 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import (
-    CudaView,
-    cuda_view,
-    current_stream,
-    empty,
-    overwrite,
-    pointer_of,
-    to_device,
-    to_host,
-)
+from kvlab.new_arrays import empty, overwrite, to_device, to_host
 from kvlab.ops.cuda import packed, plan, scores
 from kvlab.ops.cuda import pages as kernels
 from kvlab.ops.device_arrays import contiguous, copied
 from kvlab.ops.layer_state import STATE
 from kvlab.ops.plan import Ladder, PlanShape
 from kvlab.pages import DevicePages, profile_names
+from kvlab.views import CudaView, cuda_view, current_stream, pointer_of
 
 if TYPE_CHECKING:
     from kvlab.cache.store import DeviceStore, RowMove

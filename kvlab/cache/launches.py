@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvlab.arrays import CudaView
 from kvlab.ladder import EXACT
 from kvlab.ops.layer_state import OBSERVED, ROWS
+from kvlab.views import CudaView
 
 if TYPE_CHECKING:
     from kvlab.cache.importance import Collector

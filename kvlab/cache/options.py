@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arguments import LONGEST, check_device, check_names, choice, number, shown, whole_number
-from kvlab.arrays import Array, dtype_name, opaque, to_numpy_view
+from kvlab.arrays import Array, dtype_name
 from kvlab.cache.importance import Importance, UpdateFunction
 from kvlab.cache.layers import Layer
 from kvlab.errors import BudgetError
@@ -35,6 +35,8 @@ from kvlab.ops.layer_state import WAITING_PAGES
 from kvlab.ops.plan import reach_of
 from kvlab.pages import TOKENS_PER_PAGE
 from kvlab.sizes import parse_size
+from kvlab.torch_compile import opaque
+from kvlab.views import to_numpy_view
 
 __all__ = [
     "Budget",

@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import CudaView, dtype_name
+from kvlab.arrays import dtype_name
 from kvlab.cache.importance import MAX_TOKENS, UpdateFunction, ask
 from kvlab.cache.reallocation import PendingWrite
 from kvlab.cache.waiting import Merged, merged_tokens, put_new
 from kvlab.ops.attention import attention, attention_varlen
 from kvlab.ops.layer_state import UNIT, new_tokens
 from kvlab.pages import decode_importance, encode_importance, named_pages
+from kvlab.views import CudaView
 
 if TYPE_CHECKING:
     from kvlab.cache.step import DeviceCache

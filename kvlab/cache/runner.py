@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from kvlab.arguments import LONGEST, number, whole_number
-from kvlab.arrays import Array, ArrayT, CudaView, device_of, opaque
+from kvlab.arrays import Array, ArrayT, device_of
 from kvlab.cache import prefill
 from kvlab.cache.contents import contents_of, fill
 from kvlab.cache.cpu import CPU
@@ -28,6 +28,8 @@ from kvlab.ops.device_arrays import dense_strides
 from kvlab.ops.frame import STEADY_OVER, mean_factors
 from kvlab.ops.layer_state import MAX_NEW
 from kvlab.shapes import match_shapes
+from kvlab.torch_compile import opaque
+from kvlab.views import CudaView
 
 __all__ = ["EXECUTORS", "Runner"]
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import CudaView
 from kvlab.cache.importance import Collector
 from kvlab.cache.launches import KnownStep, Lse, StepCalls
 from kvlab.cache.layers import Layer
@@ -28,6 +27,7 @@ from kvlab.device import translated_out_of_memory
 from kvlab.ops.cuda.plan import Workspace
 from kvlab.ops.layer_state import MAX_NEW, new_tokens
 from kvlab.ops.plan import first_seen
+from kvlab.views import CudaView
 
 if TYPE_CHECKING:
     from kvlab.cache.options import RowBudgets, Settings

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import viewed
 from kvlab.cache.layers import Layer
+from kvlab.new_arrays import viewed
 from kvlab.ops.frame import FRAME, LAST
 from kvlab.ops.layer_state import POINTERS, STATE, UNIT
 from kvlab.ops.packed import Window

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import CudaView
 from kvlab.ops.frame import LAST
 from kvlab.ops.layer_state import WAITING_PAGES, new_tokens
 from kvlab.pages import TOKENS_PER_PAGE
+from kvlab.views import CudaView
 
 if TYPE_CHECKING:
     from kvlab.cache.store import DeviceStore

@@ -9,7 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arguments import whole_number
-from kvlab.arrays import device_of, to_host, to_numpy_view
+from kvlab.arrays import device_of
+from kvlab.new_arrays import to_host
+from kvlab.views import to_numpy_view
 
 __all__ = ["is_flat", "on_host", "rows_of", "stop_tokens"]
 

@@ -18,10 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arguments import choice, whole_number
-from kvlab.arrays import numpy_dtype, to_numpy_view
+from kvlab.arrays import numpy_dtype
 from kvlab.engine.geometry import Geometry, geometry_of, published
 from kvlab.engine.packing import TILE_ROWS, gated_rows, pack, packed_shape, qkv_rows
 from kvlab.errors import FormatError
+from kvlab.views import to_numpy_view
 
 __all__ = ["DTYPES", "Layer", "Matrix", "Weights", "dtype_of", "from_model", "from_seed"]
 

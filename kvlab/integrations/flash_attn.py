@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from kvlab.arguments import flag, refuse_unsupported, whole_number
-from kvlab.arrays import opaque
 from kvlab.integrations import flash_attn_padding
 from kvlab.integrations.flash_attn_arguments import score_options
 from kvlab.integrations.flash_attn_cache import attend_cache, attend_paged, rotate_new, write_new
@@ -35,6 +34,7 @@ from kvlab.integrations.flash_attn_private import (
     _flash_attn_varlen_forward,
 )
 from kvlab.integrations.torch_autograd import attention, attention_varlen
+from kvlab.torch_compile import opaque
 
 __all__ = [
     "flash_attn_func",

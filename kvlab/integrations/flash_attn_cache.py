@@ -18,7 +18,6 @@ import torch
 import kvlab
 import kvlab.ops.attention  # whose rows `call_of` chooses from
 from kvlab.arguments import LONGEST, whole_number
-from kvlab.arrays import cuda_view, opaque
 from kvlab.integrations.flash_attn_arguments import check_index, check_tensor
 from kvlab.integrations.flash_attn_cache_checks import CacheRows, can_look, check_pages
 from kvlab.integrations.torch_autograd import with_contiguous_rows
@@ -26,6 +25,8 @@ from kvlab.ops.attention_arguments import can_be_mapped, is_aligned
 from kvlab.ops.attention_call import BOUNDS, RAGGED_Q, Signature, call_of
 from kvlab.ops.device_arrays import multiprocessors
 from kvlab.shapes import match_shapes
+from kvlab.torch_compile import opaque
+from kvlab.views import cuda_view
 
 __all__ = ["attend_cache", "attend_paged", "rotate_new", "write_new"]
 

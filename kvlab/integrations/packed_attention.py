@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvlab.arrays import opaque
 from kvlab.errors import needs_extra
+from kvlab.torch_compile import opaque
 
 with needs_extra("hf", "kvlab.integrations.transformers"):
     import torch

@@ -10,8 +10,8 @@ from torch.autograd.function import once_differentiable
 
 import kvlab
 from kvlab.arguments import flag
-from kvlab.arrays import opaque
 from kvlab.integrations.torch_autograd import refuse_transforms, with_contiguous_rows
+from kvlab.torch_compile import opaque
 
 __all__ = ["grouped_attention_varlen"]
 

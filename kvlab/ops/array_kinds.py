@@ -17,16 +17,15 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from kvlab.arrays import (
-    CudaView,
     Device,
     check_tensor,
     device_of,
     device_of_torch,
     dtype_name,
     loaded_cupy,
-    meant_strides,
     numpy_dtype,
 )
+from kvlab.views import CudaView, meant_strides
 
 __all__ = [
     "ALIGNMENT",
@@ -54,7 +53,7 @@ def kinds_of(arrays: Sequence[Any], names: Sequence[str]) -> tuple[tuple[Kind, .
     Raises
     ------
     TypeError
-        As `kvlab.arrays.cuda_view`; an array on the CPU may still be refused by `to_numpy_view`.
+        As `kvlab.views.cuda_view`; an array on the CPU may still be refused by `to_numpy_view`.
     """
     torch = sys.modules.get("torch")
     tensor, records = (torch.Tensor, torch.is_grad_enabled()) if torch is not None else ((), False)

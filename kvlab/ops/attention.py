@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from kvlab.arguments import LONGEST, flag, whole_number
-from kvlab.arrays import Array, ArrayT, check_writable, common_device, dtype_name, opaque
+from kvlab.arrays import Array, ArrayT, check_writable, common_device, dtype_name
 from kvlab.ops.attention_call import (
     BOUNDS,
     EVERYWHERE,
@@ -40,6 +40,7 @@ from kvlab.registry import (
     rows,
 )
 from kvlab.shapes import match_shapes
+from kvlab.torch_compile import opaque
 
 __all__ = ["attend", "attention", "attention_varlen", "merge_attention", "merge_into"]
 

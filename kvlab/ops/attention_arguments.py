@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvlab.arrays import CudaView
+from kvlab.views import CudaView
 
 if TYPE_CHECKING:
     from kvlab.ops.attention_call import Call, Scores

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvlab.arguments import LONGEST, flag, whole_number
-from kvlab.arrays import Array, ArrayT, opaque
+from kvlab.arrays import Array, ArrayT
 from kvlab.ops.attention import CUDA_REQUIREMENTS, NUMBA_REQUIREMENTS, REFERENCE_REQUIREMENTS, REQUIREMENTS
 from kvlab.ops.attention_call import (
     BOUNDS,
@@ -37,6 +37,7 @@ from kvlab.ops.attention_call import (
     longest_of,
 )
 from kvlab.registry import Implementation, note_backend, register
+from kvlab.torch_compile import opaque
 
 __all__ = ["attention_backward", "attention_varlen_backward", "backward"]
 

@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from kvlab.arguments import LONGEST, flag, number, sides_of_window, whole_number
-from kvlab.arrays import Array, CudaView, Device, numpy_dtype, one_device
+from kvlab.arrays import Array, Device, numpy_dtype, one_device
 from kvlab.device import enough_memory
 from kvlab.ops.array_kinds import (
     Kind,
@@ -27,6 +27,7 @@ from kvlab.ops.array_kinds import (
 )
 from kvlab.registry import Implementation, check_backend, choose, requirements_of
 from kvlab.shapes import check_heads, match_shapes
+from kvlab.views import CudaView
 
 __all__ = [
     "BOUNDS",

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arguments import flag, whole_number
-from kvlab.arrays import ArrayT, device_of, dtype_name, opaque
+from kvlab.arrays import ArrayT, device_of, dtype_name
 from kvlab.registry import ON_CUDA, ON_NUMBA, Implementation, choose, register, requirements_of
+from kvlab.torch_compile import opaque
 
 __all__ = ["WIDTHS", "pack", "pack_ternary", "packed_bytes", "unpack", "unpack_ternary"]
 

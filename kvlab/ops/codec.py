@@ -17,10 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arguments import flag
-from kvlab.arrays import Array, ArrayT, device_of, dtype_name, numpy_dtype, opaque
+from kvlab.arrays import Array, ArrayT, device_of, dtype_name, numpy_dtype
 from kvlab.ops.bits import WIDTHS
 from kvlab.ops.codec_layout import CODECS, FLOATS, TERNARY_BITS, Layout, checked_layout
 from kvlab.registry import ON_CUDA, ON_NUMBA, Implementation, choose, register, requirements_of
+from kvlab.torch_compile import opaque
 
 __all__ = ["Quantized", "dequantize", "quantize"]
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from kvlab.arrays import CudaView, cuda_view, current_stream, empty, to_numpy_view
+from kvlab.new_arrays import empty
+from kvlab.views import CudaView, cuda_view, current_stream, to_numpy_view
 
 __all__ = [
     "Flag",

@@ -18,7 +18,7 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from kvlab.arguments import LONGEST, choice, flag, number, whole_number
-from kvlab.arrays import Array, ArrayT, CudaView, Device, check_writable, numpy_dtype, one_device, opaque
+from kvlab.arrays import Array, ArrayT, Device, check_writable, numpy_dtype, one_device
 from kvlab.device import enough_memory
 from kvlab.ops.array_kinds import Kind, device_of_kind, dtype_of_kind, kinds_of, view_of
 from kvlab.ops.attention import merge_into
@@ -35,6 +35,8 @@ from kvlab.registry import (
     rows,
 )
 from kvlab.shapes import check_heads, match_shapes
+from kvlab.torch_compile import opaque
+from kvlab.views import CudaView
 
 __all__ = [
     "CPU",

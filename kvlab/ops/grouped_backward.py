@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from kvlab.arguments import LONGEST, flag, number, whole_number
-from kvlab.arrays import Array, ArrayT, opaque
+from kvlab.arrays import Array, ArrayT
 from kvlab.ops.array_kinds import Kind, dtype_of_kind, kinds_of
 from kvlab.ops.attention_call import MAX_GROUPS
 from kvlab.ops.grouped import (
@@ -26,6 +26,7 @@ from kvlab.ops.grouped import (
 )
 from kvlab.registry import ON_CUDA, ON_NUMBA, Implementation, register
 from kvlab.shapes import match_shapes
+from kvlab.torch_compile import opaque
 
 __all__ = ["BACKWARD", "Results", "grouped_attention_varlen_backward", "names_of_results"]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from kvlab.arrays import CudaView
 from kvlab.ops.frame import FRAME
+from kvlab.views import CudaView
 
 __all__ = [
     "MAX_NEW",

@@ -17,17 +17,11 @@ from functools import lru_cache
 from typing import Any, Generic, NamedTuple
 
 from kvlab.arguments import sides_of_window
-from kvlab.arrays import (
-    Array,
-    ArrayT,
-    common_device,
-    device_of,
-    dtype_name,
-    opaque,
-)
+from kvlab.arrays import Array, ArrayT, common_device, device_of, dtype_name
 from kvlab.pages import DevicePages, LayerPages, PageLayout
 from kvlab.registry import ON_CUDA, ON_NUMBA, AtLeast, Implementation, choose, register, requirements_of
 from kvlab.shapes import match_shapes
+from kvlab.torch_compile import opaque
 
 __all__ = ["PackedAttention", "Pages", "Window", "mass_from_scores", "packed_attention"]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvlab.arrays import ArrayT, dtype_name, empty
+from kvlab.arrays import ArrayT, dtype_name
+from kvlab.new_arrays import empty
 
 if TYPE_CHECKING:
     from kvlab.ops.packed import PackedAttention, Pages, Window

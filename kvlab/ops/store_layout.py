@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import numpy_dtype, viewed
+from kvlab.arrays import numpy_dtype
+from kvlab.new_arrays import viewed
 from kvlab.ops.frame import FRAME
 from kvlab.ops.layer_state import OPEN_PAGES, POINTERS, RUNGS, STATE, UNIT, WAITING_ENTRIES, WAITING_PAGES
 from kvlab.ops.plan import Ladder, reach_of, spare_nbytes

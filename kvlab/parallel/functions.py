@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from kvlab.arguments import LONGEST, flag, refuse_unsupported, whole_number
-from kvlab.arrays import opaque
 from kvlab.parallel.arguments import (
     NO_WINDOW,
     Window,
@@ -40,6 +39,7 @@ from kvlab.parallel.layout import Part, Plan, Shard, llama3_plan, zigzag_llama3_
 from kvlab.parallel.parts import Options
 from kvlab.parallel.ring import RingAttention
 from kvlab.shapes import match_shapes
+from kvlab.torch_compile import opaque
 
 __all__ = [
     "extract_local",

@@ -13,7 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from kvlab import arrays
+from kvlab import arrays, new_arrays
 from kvlab.ops.cuda import bits as bits_cuda
 from kvlab.ops.cuda import codec as codec_cuda
 
@@ -57,7 +57,7 @@ def canaries_around_results() -> Iterator[None]:
 
     def empty(shape: Sequence[int], dtype: str, like: Any) -> Any:
         count = int(np.prod(shape)) * arrays.numpy_dtype(dtype).itemsize
-        buffer = arrays.empty((count + 2 * _MARGIN,), "uint8", like)
+        buffer = new_arrays.empty((count + 2 * _MARGIN,), "uint8", like)
         buffer[...] = _CANARY
         buffers.append(buffer)
         inside = buffer[_MARGIN : _MARGIN + count]

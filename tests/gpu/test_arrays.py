@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvlab import arrays, device, environment
+from kvlab import arrays, device, environment, new_arrays, views
 from kvlab.errors import OutOfMemory
 
 DTYPES = ["uint8", "int32", "int64", "float16", "bfloat16", "float32"]
@@ -28,8 +28,8 @@ def test_view_is_the_memory_of_the_array_at_any_strides(library: str, dtype: str
     x = base.swapaxes(0, 2)[1::2]
     pointer = base.data_ptr() if library == "torch" else base.data.ptr
     itemsize = arrays.numpy_dtype(dtype).itemsize
-    expected = arrays.CudaView(pointer + itemsize, (4, 6, 4), (2, 8, 48), dtype, 0)
-    assert arrays.cuda_view(x, "x") == expected
+    expected = views.CudaView(pointer + itemsize, (4, 6, 4), (2, 8, 48), dtype, 0)
+    assert views.cuda_view(x, "x") == expected
     assert arrays.device_of(x) == arrays.Device("cuda", 0)
 
 
@@ -37,7 +37,7 @@ def test_view_is_the_memory_of_the_array_at_any_strides(library: str, dtype: str
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_empty_is_of_kind_device_and_dtype(library: str, dtype: str) -> None:
     like = make(library, (1,), "float32")
-    result = arrays.empty((2, 0, 3), dtype, like)
+    result = new_arrays.empty((2, 0, 3), dtype, like)
     assert type(result) is type(like)
     assert (tuple(result.shape), arrays.dtype_name(result)) == ((2, 0, 3), dtype)
     assert arrays.device_of(result) == arrays.Device("cuda", 0)
@@ -53,31 +53,31 @@ def test_array_of_another_library_is_viewed_through_cupy() -> None:
         def __dlpack_device__(self) -> Any:
             return data.__dlpack_device__()
 
-    assert arrays.cuda_view(Exporter(), "x").pointer == data.data.ptr
+    assert views.cuda_view(Exporter(), "x").pointer == data.data.ptr
 
 
 def test_stream_is_the_current_one_of_the_library() -> None:
     x, y = torch.zeros(1, device="cuda"), cupy.zeros(1)
-    assert arrays.current_stream(x) == torch.cuda.default_stream().cuda_stream
+    assert views.current_stream(x) == torch.cuda.default_stream().cuda_stream
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        assert arrays.current_stream(x) == side.cuda_stream
+        assert views.current_stream(x) == side.cuda_stream
     with cupy.cuda.Stream(non_blocking=True) as other:
-        assert arrays.current_stream(y) == other.ptr
-        assert arrays.current_stream(x) == torch.cuda.default_stream().cuda_stream
+        assert views.current_stream(y) == other.ptr
+        assert views.current_stream(x) == torch.cuda.default_stream().cuda_stream
 
 
 def test_gpu_arrays_are_refused_where_cpu_memory_is_meant() -> None:
     for x in (torch.zeros(2, device="cuda"), cupy.zeros(2)):
         with pytest.raises(TypeError, match="q is on cuda:0; this backend works on arrays in CPU memory"):
-            arrays.to_numpy_view(x, "q")
+            views.to_numpy_view(x, "q")
         with pytest.raises(ValueError, match="q is on cpu, k on cuda:0"):
             arrays.common_device({"q": np.zeros(2), "k": x})
 
 
 def test_pinned_memory_is_viewed_on_the_cpu() -> None:
     pinned = torch.zeros(3).pin_memory()
-    assert arrays.to_numpy_view(pinned, "x").ctypes.data == pinned.data_ptr()
+    assert views.to_numpy_view(pinned, "x").ctypes.data == pinned.data_ptr()
 
 
 def test_gpus_are_what_torch_sees() -> None:

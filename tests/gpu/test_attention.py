@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import kvlab
-from kvlab.arrays import cuda_view
 from kvlab.ops.attention_arguments import encoder_of
 from kvlab.ops.cuda import attention as attention_cuda
 from kvlab.ops.cuda import attention_sm90
 from kvlab.reference import attention as reference
+from kvlab.views import cuda_view
 from tests.compare import assert_accurate, each_sequence, low_precision_attention, wrong_attention
 from tests.gpu.attention_cases import (
     DTYPES,

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvlab.arrays import cuda_view, to_device
 from kvlab.cache.cuda import GPU
 from kvlab.cache.layers import Layer, LayerFormat
 from kvlab.cache.store import DeviceStore
 from kvlab.ladder import parse_bits
+from kvlab.new_arrays import to_device
 from kvlab.ops.cuda import pages as kernels
 from kvlab.ops.frame import (
     ASKING,
@@ -45,6 +45,7 @@ from kvlab.reference.pages import (
     rotate_values,
     widen,
 )
+from kvlab.views import cuda_view
 from tests.gpu.packed_cases import DTYPES, to_numpy, to_torch
 
 BATCH, HEADS, GROUP, PAGE = 2, 2, 4, TOKENS_PER_PAGE

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from kvlab.arrays import to_device
+from kvlab.new_arrays import to_device
 from kvlab.ops.cuda import pages as kernels
 from kvlab.ops.layer_state import UNIT
 from tests.gpu.packed_cases import DTYPES, to_numpy

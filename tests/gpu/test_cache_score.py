@@ -15,7 +15,6 @@ import torch
 from kvlab.numba_kernels.cpu.cache_write import follow_mass
 
 from kvlab import last_backend
-from kvlab.arrays import cuda_view
 from kvlab.cache.importance import MAX_TOKENS, SPAN, weight_of_collection
 from kvlab.ops.cpu.scores import scale_of_importance
 from kvlab.ops.cuda.packed import saved_quad_bytes
@@ -25,6 +24,7 @@ from kvlab.pages import decode_importance, encode_importance
 from kvlab.reference import packed as reference
 from kvlab.reference.cache_layer import PAGE, QUAD, UNIT, Layer
 from kvlab.reference.importance import updated_scores
+from kvlab.views import cuda_view
 from tests.gpu.test_cache_plan import Device
 from tests.planner_simulation import Simulation, draw_tokens, empty_layer, tables_of
 

@@ -12,9 +12,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import kvlab  # noqa: E402
-from kvlab.arrays import opaque  # noqa: E402
 from kvlab.integrations.torch_autograd import attention, attention_varlen  # noqa: E402
 from kvlab.parallel import functions as parallel  # noqa: E402
+from kvlab.torch_compile import opaque  # noqa: E402
 from tests.traced import CALLS, assert_traced_alike  # noqa: E402
 
 

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from kvlab.arrays import CudaView
 from kvlab.jit.build import build
 from kvlab.jit.compile_gate import specialisations
 from kvlab.jit.cubin import read_resources
@@ -15,6 +14,7 @@ from kvlab.jit.structs import words_of
 from kvlab.ops import attention_arguments
 from kvlab.ops.cuda import attention as attention_cuda
 from kvlab.ops.cuda import attention_sm90, tile_list
+from kvlab.views import CudaView
 
 MIN_SHARED_BYTES = 99 * 1024  # what a block may have on every GPU from sm_80 on (sm_86, sm_89, sm_120)
 HOPPER_SHARED_BYTES = 227 * 1024

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import to_host
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.lab.ablation.grid import AblationCase
 from kvlab.lab.gpu_lock import shared_gpu
+from kvlab.new_arrays import to_host
 from kvlab.ops.attention import attention
 
 __all__ = ["EvaluatedCache", "fill", "new_cache", "query"]

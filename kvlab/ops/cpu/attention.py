@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import Array, ArrayT, dtype_name, like_first, to_numpy_view
+from kvlab.arrays import Array, ArrayT, dtype_name
+from kvlab.new_arrays import like_first
 from kvlab.threads import run_parallel
+from kvlab.views import to_numpy_view
 
 if TYPE_CHECKING:
     from kvlab.ops.attention_call import Scores, Sequences

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import ArrayT, like_first, to_numpy_view
+from kvlab.arrays import ArrayT
+from kvlab.new_arrays import like_first
 from kvlab.ops.cpu.attention import items_of, lay_out, score_numbers, split_by_width, worth_sharing
 from kvlab.threads import run_parallel
+from kvlab.views import to_numpy_view
 
 if TYPE_CHECKING:
     from kvlab.ops.attention_call import Scores, Sequences

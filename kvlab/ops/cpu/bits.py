@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import ArrayT, like_first, to_numpy_view
+from kvlab.arrays import ArrayT
+from kvlab.new_arrays import like_first
 from kvlab.ops.bits import packed_bytes, refuse_large, refuse_no_ternary_byte, refuse_other_than_ternary
+from kvlab.views import to_numpy_view
 
 __all__ = [
     "contiguous_blocks",

@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import ArrayT, dtype_name, like_first, numpy_dtype, to_numpy_view
+from kvlab.arrays import ArrayT, dtype_name, numpy_dtype
+from kvlab.new_arrays import like_first
 from kvlab.ops import codebooks
 from kvlab.ops.bits import pack, pack_ternary, unpack, unpack_ternary
 from kvlab.ops.codec import Quantized, refuse_unrepresentable
 from kvlab.ops.codec_layout import CODECS, FLOATS, Layout, half_levels
 from kvlab.ops.cpu.bits import contiguous_blocks
+from kvlab.views import to_numpy_view
 
 __all__ = ["dequantize", "pack_codes", "quantize", "unpack_codes", "views_of"]
 

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import like_first, to_numpy_view
+from kvlab.new_arrays import like_first
 from kvlab.ops.cpu.attention import Views, attend_sequences, bounds_of, worth_sharing
 from kvlab.ops.cpu.attention import attend as attend_one
 from kvlab.ops.cpu.attention_backward import attend_backward as backward_of_one
+from kvlab.views import to_numpy_view
 
 if TYPE_CHECKING:
     from kvlab.ops.grouped import GroupedArrays, GroupedCall

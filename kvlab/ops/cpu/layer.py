@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import CudaView, numpy_dtype
+from kvlab.arrays import numpy_dtype
 from kvlab.ops.cpu.page_tokens import prepared_frames, side_formats
 from kvlab.ops.frame import FRAME, FRAME_OF_BLOCKS
 from kvlab.ops.layer_state import UNIT
 from kvlab.pages import PageLayout
+from kvlab.views import CudaView
 
 __all__ = ["HostLayer", "array_at", "vectors_of", "view_at"]
 

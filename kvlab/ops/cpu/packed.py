@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import Array, ArrayT, CudaView, like_first, to_numpy_view
+from kvlab.arrays import Array, ArrayT
+from kvlab.new_arrays import like_first
 from kvlab.ops.cpu.layer import array_at, view_at
 from kvlab.ops.packed import PackedAttention, Pages, Window
 from kvlab.pages import QUAD, TOKENS_PER_PAGE, PageLayout
 from kvlab.threads import run_parallel
+from kvlab.views import CudaView, to_numpy_view
 
 __all__ = ["AttendCall", "attend", "attend_into", "mass"]
 

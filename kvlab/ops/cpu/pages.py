@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import CudaView
 from kvlab.ops.cpu.exact import attend_exact
 from kvlab.ops.cpu.layer import HostLayer, array_at, vectors_of, view_at
 from kvlab.ops.cpu.refit import fit_frames
@@ -21,6 +20,7 @@ from kvlab.ops.frame import ASKING, LAST, add_queries
 from kvlab.ops.layer_state import OBSERVED, ROWS, UNIT, WAITING_PAGES
 from kvlab.pages import TOKENS_PER_PAGE, encode_importance
 from kvlab.threads import run_parallel
+from kvlab.views import CudaView
 
 __all__ = ["AppendCall", "copy_pages", "crop_rows", "freeze_means", "merge_rows", "write_tokens"]
 

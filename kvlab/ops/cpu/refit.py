@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import CudaView
 from kvlab.ops.cpu.layer import HostLayer, array_at, vectors_of, view_at
 from kvlab.ops.cpu.page_tokens import first_bits
 from kvlab.ops.frame import BLOCKS, FITTED_TO, JUMP, MAX_RATIO, MIN_AGAIN, MIN_GROWN, further_shift
 from kvlab.ops.layer_state import UNIT
 from kvlab.pages import PageLayout, named_pages, of_channels, placed_channels
+from kvlab.views import CudaView
 
 __all__ = ["fit_frames", "refit_frames"]
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import CudaView
 from kvlab.ops.cpu.exact import exact_mass
 from kvlab.ops.cpu.layer import HostLayer, view_at
 from kvlab.ops.cpu.packed import mass
 from kvlab.pages import QUAD, TOKENS_PER_PAGE, decode_importance, encode_importance
+from kvlab.views import CudaView
 
 __all__ = ["norm_codes", "scale_of_importance", "score_new", "score_norms", "score_stored"]
 

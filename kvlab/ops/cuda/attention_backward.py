@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from kvlab.arrays import CudaView
 from kvlab.device import compute_capability
 from kvlab.jit.build import arch_of, build
 from kvlab.jit.launch import Kernel, PreparedLaunch, PreparedLaunches, load
@@ -42,6 +41,7 @@ from kvlab.ops.attention_call import FLOAT32_DK_DV, SM_MARGIN
 from kvlab.ops.cuda.attention_backward_split import CLUSTER, divide, num_sections, steps_of
 from kvlab.ops.cuda.tile_list import ListBuilder, TileLists, Tiling
 from kvlab.ops.device_arrays import multiprocessors
+from kvlab.views import CudaView
 
 if TYPE_CHECKING:
     from kvlab.ops.attention_call import Call

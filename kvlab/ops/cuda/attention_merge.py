@@ -7,12 +7,14 @@ from functools import lru_cache
 from threading import Lock
 from typing import Any
 
-from kvlab.arrays import Array, ArrayT, cuda_view, empty, pointer_of
+from kvlab.arrays import Array, ArrayT
 from kvlab.jit.launch import PreparedLaunch, cuda_kernel
 from kvlab.jit.structs import ADDRESS, TENSOR, Struct, words_of
+from kvlab.new_arrays import empty
 from kvlab.ops.array_kinds import Kind, kinds_of, stream_of, view_of
 from kvlab.ops.attention_arguments import strides_of
 from kvlab.ops.device_arrays import launch
+from kvlab.views import cuda_view, pointer_of
 
 __all__ = ["merge", "merge_rows"]
 

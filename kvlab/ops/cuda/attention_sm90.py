@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvlab.arrays import CudaView
 from kvlab.jit.build import build
 from kvlab.jit.launch import PreparedLaunch, PreparedLaunches, load
 from kvlab.jit.structs import ADDRESS, Struct, addresses_of, words_of
@@ -34,6 +33,7 @@ from kvlab.ops.cuda.tile_list import (
     heads_of_tile,
 )
 from kvlab.ops.device_arrays import multiprocessors
+from kvlab.views import CudaView
 
 if TYPE_CHECKING:
     from kvlab.ops.attention_call import Call

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from kvlab.arrays import ArrayT, cuda_view, empty
+from kvlab.arrays import ArrayT
 from kvlab.jit.launch import cuda_kernel, numba_kernel
+from kvlab.new_arrays import empty
 from kvlab.ops import bits as ops
 from kvlab.ops.device_arrays import (
     Flag,
@@ -21,6 +22,7 @@ from kvlab.ops.device_arrays import (
     pointer,
     to_host,
 )
+from kvlab.views import cuda_view
 
 __all__ = ["pack", "pack_ternary", "unpack", "unpack_ternary"]
 

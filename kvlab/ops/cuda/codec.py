@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from kvlab.arrays import ArrayT, cuda_view, dtype_name, empty, numpy_dtype
+from kvlab.arrays import ArrayT, dtype_name, numpy_dtype
 from kvlab.jit.launch import cuda_kernel, numba_kernel
 from kvlab.jit.structs import Struct
+from kvlab.new_arrays import empty
 from kvlab.ops import codebooks
 from kvlab.ops.bits import refuse_no_ternary_byte
 from kvlab.ops.codec import Quantized, refuse_unrepresentable
@@ -33,6 +34,7 @@ from kvlab.ops.device_arrays import (
     pointer,
     to_host,
 )
+from kvlab.views import cuda_view
 
 __all__ = ["codebook", "dequantize", "dequantize_numba", "quantize", "quantize_numba"]
 

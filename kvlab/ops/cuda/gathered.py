@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import CudaView
 from kvlab.device import compute_capability, enough_memory
 from kvlab.jit.build import build
 from kvlab.jit.launch import PreparedLaunch, load
@@ -43,6 +42,7 @@ from kvlab.ops.cuda.tile_list import (
     num_sections,
 )
 from kvlab.ops.device_arrays import multiprocessors
+from kvlab.views import CudaView
 
 __all__ = ["Arrival", "attend_runs"]
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvlab.arrays import CudaView
 from kvlab.jit.build import build
 from kvlab.jit.launch import PreparedLaunch, PreparedLaunches, cuda_kernel, load
 from kvlab.jit.structs import ADDRESS, Struct, addresses_of, words_of
@@ -47,6 +46,7 @@ from kvlab.ops.cuda.tile_list import (
     num_sections,
 )
 from kvlab.ops.device_arrays import multiprocessors
+from kvlab.views import CudaView
 
 if TYPE_CHECKING:
     from kvlab.ops.grouped import GroupedArrays, GroupedCall

@@ -48,9 +48,9 @@ from kvlab.ops.device_arrays import multiprocessors
 from kvlab.ops.grouped_backward import names_of_results
 
 if TYPE_CHECKING:
-    from kvlab.arrays import CudaView
     from kvlab.ops.grouped import GroupedArrays, GroupedCall
     from kvlab.ops.grouped_backward import Results
+    from kvlab.views import CudaView
 
 __all__ = ["FEW_GROUPS", "ListedCall", "attend_backward", "listed_call"]
 

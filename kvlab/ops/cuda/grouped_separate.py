@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvlab.arrays import CudaView
 from kvlab.jit.launch import cuda_kernel
 from kvlab.jit.structs import ADDRESS, Struct
 from kvlab.ops.array_kinds import allocator, kinds_of
@@ -21,6 +20,7 @@ from kvlab.ops.attention_arguments import check_bounds
 from kvlab.ops.attention_backward import attention_varlen_backward
 from kvlab.ops.attention_call import MAX_GROUPS
 from kvlab.ops.device_arrays import launch, multiprocessors
+from kvlab.views import CudaView
 
 if TYPE_CHECKING:
     from kvlab.ops.grouped import GroupedArrays, GroupedCall

@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvlab.arrays import CudaView, cuda_view, current_stream, dtype_name, empty, numpy_dtype, pointer_of
+from kvlab.arrays import dtype_name, numpy_dtype
 from kvlab.device import compute_capability
 from kvlab.jit.launch import Kernel, PreparedLaunch, cuda_kernel
 from kvlab.jit.structs import ADDRESS, Struct
+from kvlab.new_arrays import empty
 from kvlab.ops.device_arrays import dense_pointer, multiprocessors, shared_memory_per_block
 from kvlab.ops.packed_gpu import MAX_RUNGS, allocate_and_attend
 from kvlab.pages import QUAD, PageLayout, profile_names, width_number
+from kvlab.views import CudaView, cuda_view, current_stream, pointer_of
 
 if TYPE_CHECKING:
     from kvlab.ops.packed import Pages, Window

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvlab.arrays import Array, ArrayT, cuda_view, empty
+from kvlab.arrays import Array, ArrayT
 from kvlab.jit.launch import Kernel, cuda_kernel
 from kvlab.jit.structs import ADDRESS, Struct
+from kvlab.new_arrays import empty
 from kvlab.ops.device_arrays import contiguous, dense_pointer
 from kvlab.ops.device_arrays import launch as launch_on_device
 from kvlab.pages import QUAD, TOKENS_PER_PAGE
+from kvlab.views import cuda_view
 
 if TYPE_CHECKING:
     from kvlab.ops.packed import Pages

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from kvlab.arrays import CudaView
 from kvlab.device import compute_capability
 from kvlab.jit.build import arch_of, build
 from kvlab.jit.launch import Kernel, PreparedLaunch, load
 from kvlab.ops.device_arrays import multiprocessors, shared_memory_per_block
 from kvlab.ops.layer_state import NEW_TOKENS, STATE
 from kvlab.pages import TOKENS_PER_PAGE, Width, width_number
+from kvlab.views import CudaView
 
 __all__ = [
     "MAX_GROUP",

@@ -14,14 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from kvlab.arrays import cuda_view, empty, overwrite, to_device, to_host
 from kvlab.device import compute_capability
 from kvlab.jit.build import arch_of, build
 from kvlab.jit.launch import Kernel, PreparedLaunch, load
+from kvlab.new_arrays import empty, overwrite, to_device, to_host
 from kvlab.ops.device_arrays import shared_memory_per_block
 from kvlab.ops.layer_state import RUNGS
 from kvlab.ops.plan import HULL, Ladder, PlanShape, choose_optimum, hulls_of
 from kvlab.pages import TOKENS_PER_PAGE
+from kvlab.views import cuda_view
 
 __all__ = [
     "Workspace",

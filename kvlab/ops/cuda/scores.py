@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arrays import CudaView, cuda_view, device_of, dtype_name, pointer_of
+from kvlab.arrays import device_of, dtype_name
 from kvlab.jit.launch import PreparedLaunch
 from kvlab.ops.cuda.packed import SAVED_ROW_BYTES
 from kvlab.ops.cuda.packed_mass import SAVED_SCORES, score_kernel
 from kvlab.ops.device_arrays import dense_pointer
+from kvlab.views import CudaView, cuda_view, pointer_of
 
 __all__ = ["lies_in_units", "score_new", "score_norms", "score_stored"]
 

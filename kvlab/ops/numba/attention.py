@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvlab.arrays import ArrayT, CudaView, cuda_view, empty
+from kvlab.arrays import ArrayT
 from kvlab.jit.launch import numba_kernel
+from kvlab.new_arrays import empty
 from kvlab.ops.attention_arguments import Lengths, check_bounds, fields_of, strides_of
 from kvlab.ops.device_arrays import launch
+from kvlab.views import CudaView, cuda_view
 
 if TYPE_CHECKING:
     from kvlab.ops.attention_call import Scores, Sequences

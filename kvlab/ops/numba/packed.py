@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvlab.arrays import cuda_view, current_stream, empty
 from kvlab.device import compute_capability
 from kvlab.jit.launch import Kernel, numba_kernel
+from kvlab.new_arrays import empty
 from kvlab.ops.device_arrays import dense_pointer, multiprocessors
 from kvlab.ops.packed_gpu import MAX_RUNGS, allocate_and_attend
 from kvlab.pages import profile_names
+from kvlab.views import cuda_view, current_stream
 
 if TYPE_CHECKING:
     from kvlab.ops.packed import Pages, Window

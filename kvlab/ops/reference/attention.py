@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvlab.arrays import Array, ArrayT, like_first
+from kvlab.arrays import Array, ArrayT
+from kvlab.new_arrays import like_first
 from kvlab.ops.cpu.attention import lay_out, part_views, results_of
 from kvlab.reference import attention as reference
 

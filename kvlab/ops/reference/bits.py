@@ -5,9 +5,11 @@ Arguments are those of `kvlab.ops.bits`, checked; wrong values are always looked
 
 from __future__ import annotations
 
-from kvlab.arrays import ArrayT, like_first, to_numpy_view
+from kvlab.arrays import ArrayT
+from kvlab.new_arrays import like_first
 from kvlab.ops.bits import refuse_large, refuse_no_ternary_byte, refuse_other_than_ternary
 from kvlab.reference import bits as reference
+from kvlab.views import to_numpy_view
 
 __all__ = ["pack", "pack_ternary", "unpack", "unpack_ternary"]
 

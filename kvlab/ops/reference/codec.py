@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvlab.arrays import ArrayT, like_first, numpy_dtype, to_numpy_view
+from kvlab.arrays import ArrayT, numpy_dtype
+from kvlab.new_arrays import like_first
 from kvlab.ops.codec import Quantized, refuse_unrepresentable
 from kvlab.ops.codec_layout import Layout
 from kvlab.ops.cpu.codec import pack_codes, unpack_codes, views_of
 from kvlab.reference import codec as reference
+from kvlab.views import to_numpy_view
 
 __all__ = ["dequantize", "quantize"]
 

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvlab.arrays import like_first, to_numpy_view
+from kvlab.new_arrays import like_first
 from kvlab.ops.cpu.grouped import keys_of, lengths_of
 from kvlab.reference import grouped as reference
+from kvlab.views import to_numpy_view
 
 if TYPE_CHECKING:
     from kvlab.ops.grouped import GroupedArrays, GroupedCall

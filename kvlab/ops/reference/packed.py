@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from kvlab.arrays import Array, ArrayT, like_first, to_numpy_view
+from kvlab.arrays import Array, ArrayT
+from kvlab.new_arrays import like_first
 from kvlab.ops.packed import PackedAttention, Pages, Window
 from kvlab.pages import TOKENS_PER_PAGE
 from kvlab.reference import packed as reference
+from kvlab.views import to_numpy_view
 
 __all__ = ["attend", "mass"]
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvlab.arrays import CudaView
 from kvlab.ladder import Rung
 from kvlab.ops.cuda import pages as kernels
 from kvlab.ops.layer_state import STATE
+from kvlab.views import CudaView
 
 
 def test_an_append_without_queries_has_none_of_a_step_before(monkeypatch: pytest.MonkeyPatch) -> None:

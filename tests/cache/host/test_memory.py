@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvlab.arrays import overwrite
 from kvlab.cache import runner
 from kvlab.errors import OutOfMemory
+from kvlab.new_arrays import overwrite
 from tests.allocations import fail_everywhere
 from tests.cache.host.cases import HEADS, check_state, draw, make, step
 from tests.cache.host.noted import Kernels

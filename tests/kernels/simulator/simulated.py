@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from numba import cuda, types
 
-from kvlab import arrays
+from kvlab import arrays, views
 from kvlab.ops import device_arrays
 from kvlab.ops.cuda import bits as bits_cuda
 from kvlab.ops.cuda import codec as codec_cuda
@@ -45,9 +45,9 @@ class SimulatedKernel:
         return arg.reshape(-1).view(dtype) if isinstance(arg, np.ndarray) else np.zeros(1, dtype)
 
 
-def _view(x: Any, name: str) -> arrays.CudaView:
+def _view(x: Any, name: str) -> views.CudaView:
     strides = tuple(step // x.itemsize for step in x.strides)
-    return arrays.CudaView(x.ctypes.data, x.shape, strides, arrays.dtype_name(x, name), 0)
+    return views.CudaView(x.ctypes.data, x.shape, strides, arrays.dtype_name(x, name), 0)
 
 
 def _empty(shape: Sequence[int], dtype: str, like: Any) -> Any:

@@ -21,7 +21,7 @@ from numba import cuda, types
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from kvlab.arrays import CudaView, dtype_name, numpy_dtype
+from kvlab.arrays import dtype_name, numpy_dtype
 from kvlab.ops.numba import packed as packed_numba
 from kvlab.ops.packed import Window
 from kvlab.pages import QUAD, new_pool
@@ -30,6 +30,7 @@ from kvlab.reference.blocks import placed_channels
 from kvlab.reference.codec import hadamard_matrix
 from kvlab.reference.pages import bit_address
 from kvlab.reference.records import decode_page
+from kvlab.views import CudaView
 from tests.compare import assert_accurate, ulp
 from tests.ops.test_packed import (
     PROFILES,
