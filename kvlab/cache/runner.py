@@ -275,15 +275,14 @@ class Runner(CacheOptions):
         if out.dtype != dtype or out.strides != dense_strides(out.shape):
             raise ValueError(f"out must be a contiguous array of {dtype}, got {out.dtype} {out.strides}")
 
-    @opaque
     def step_heads_first(
         self, layer: int, q: Any, k: Any, v: Any, scale: float | None, softcap: float, valid: Any
     ) -> Any:
         """`step` on torch tensors (B, H, S, D), as transformers has them; the result is (B, S, H, D).
 
-        For integrations, which call it once a layer and token. Checks and Python's other work take longer
-        than the launches of a decode step, so on a GPU a step like the last one of its layer does without
-        them (launches.py).
+        For integrations, which call it once a layer and token from functions that are `opaque`. Checks and
+        Python's other work take longer than the launches of a decode step, so on a GPU a step like the last
+        one of its layer does without them (launches.py).
         """
         device, layout = self._device, None
         plain = valid is None and not (q.requires_grad or k.requires_grad or v.requires_grad)

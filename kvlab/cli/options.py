@@ -83,18 +83,19 @@ def fraction(budget: str | float) -> float:
     >>> fraction("0.3"), fraction("30%"), fraction("4bpe")
     (0.3, 0.3, 0.25)
     """
-    from kvlab.cache.options import parse_budget
+    from kvlab.cache.options import MAX_FRACTION, parse_budget
 
     try:
-        try:
-            found = parse_budget(float(budget)).fraction
-        except ValueError:
-            found = parse_budget(budget).fraction
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        number: str | float = float(budget)
+    except ValueError:
+        number = budget
+    try:
+        found, fault = parse_budget(number).fraction, "is bytes"
+    except ValueError:
+        found, fault = None, f"is no number above 0 and at most {MAX_FRACTION}"
     if found is None:
         raise typer.BadParameter(
-            f"{budget!r} is bytes; a case is of a part of float16's bytes: write 0.3, 30% or, in bits, 4.8bpe"
+            f"{budget!r} {fault}; a case is of a part of float16's bytes: write 0.3, 30% or, in bits, 4.8bpe"
         )
     return found
 

@@ -84,6 +84,9 @@ class Region(NamedTuple):
         return self.begin + self.nbytes
 
 
+_NO_REGION = Region(0, 0, (), "uint8")
+
+
 @dataclass(frozen=True)
 class StoreLayout:
     """What `store_layout` returns; arrays are not to be written to.
@@ -175,7 +178,8 @@ def store_layout(kinds: tuple[LayerKind, ...], of_layers: tuple[int, ...], sizes
     in_blocks = any(kind.in_blocks for kind in kinds)
     shapes = _shapes(sizes, num_rungs, entries, max_slabs, max_pages, in_blocks)
     regions = _regions(shapes, len(of_layers))
-    begins = np.cumsum([0, *(_aligned(arenas[i]) for i in of_layers)])
+    taken = list(map(_aligned, arenas))
+    begins = np.cumsum([0, *(taken[i] for i in of_layers)])
     found = StoreLayout(
         num_rungs, entries, max_slabs, max_pages, tuple(slabs[i][0] for i in of_layers),
         tuple(slabs[i][1] for i in of_layers), tuple(arenas[i] for i in of_layers), begins, regions,
@@ -302,9 +306,9 @@ def _fill_states(
     lines[...] = found.view(np.uint8).reshape(len(kinds), STATE.itemsize)[list(of_layers)]
     states["batch"], states["heads"], states["entries"] = sizes.batch, sizes.heads, layout.entries
     states["max_slabs"], states["max_pages"] = layout.max_slabs, layout.max_pages
-    for name, region in layout.regions.items():
-        if name in POINTERS:
-            states[name] = region.begin + region.nbytes // len(layers) * layers
+    tables = [layout.regions.get(name, _NO_REGION) for name in POINTERS]
+    begins, nbytes = np.array([(region.begin, region.nbytes) for region in tables], np.uint64).T
+    pointers_of(states)[...] = begins + nbytes // len(layers) * layers[:, None].astype(np.uint64)
     states["arena"] = layout.begins[:-1]
     behind = layout.begins[:-1] + np.array(layout.slab) * np.array(layout.num_slabs)
     states["waiting"] = np.where([kinds[i].holds_waiting for i in of_layers], behind, 0)

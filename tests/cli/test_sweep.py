@@ -62,7 +62,7 @@ def test_plan_run_status_collect(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--budgets", "0.2 x"], "'x' is no size"),
+        (["--budgets", "0.2 x"], "'x' is no number"),
         (["--budgets", "20% 6GiB"], "'6GiB' is bytes"),
         (["--budgets", "0.2 0.2"], "stand twice"),
         (["--contexts", "500"], "multiple of 128"),
