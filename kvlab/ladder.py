@@ -29,9 +29,9 @@ __all__ = [
     "BITS",
     "BITS_IN_BLOCKS",
     "BITS_OF_WIDTHS",
+    "ENERGY_OF_BLOCKS",
     "ERRORS",
     "EXACT",
-    "SHARES",
     "WIDTHS",
     "Bits",
     "Ladder",
@@ -101,7 +101,7 @@ Ladder = tuple[Rung, ...]
 EXACT = Rung(16, 16)
 ERRORS = {16: 0.0, 8: 5.0e-5, 4: 0.0090, 3: 0.0327, 2: 0.1115, 0: 1.0}
 """Relative mean squared error of a K or V vector at each width, as measured on SmolLM2-135M."""
-SHARES = (0.71, 0.19, 0.06, 0.04)
+ENERGY_OF_BLOCKS = (0.71, 0.19, 0.06, 0.04)
 """How far the error of each block counts in that of a profile: so four profiles come out as measured on the
 same model, errors weighted by what queries ask (docs/performance/page_format.md)."""
 
@@ -116,7 +116,7 @@ def loss_of(rung: Rung) -> float:
     """
     if isinstance(rung.bits_k, int):
         return ERRORS[rung.bits_k] + ERRORS[rung.bits_v]
-    of_k = sum(share * ERRORS[width] for share, width in zip(SHARES, rung.bits_k, strict=True))
+    of_k = sum(energy * ERRORS[width] for energy, width in zip(ENERGY_OF_BLOCKS, rung.bits_k, strict=True))
     return of_k + ERRORS[rung.bits_v]
 
 

@@ -444,9 +444,9 @@ class LayerPages:
         for name, limit in limits.items():
             table, limit = np.broadcast_arrays(getattr(self, name), limit)
             for at in np.argwhere(used & (table >= limit))[:1]:
-                place = tuple(at.tolist())
+                entry = tuple(at.tolist())
                 raise ValueError(
-                    f"{name} must be below {limit[place]}, got {table[place]} at (row, head, entry) {place}"
+                    f"{name} must be below {limit[entry]}, got {table[entry]} at (row, head, entry) {entry}"
                 )
         for at in np.argwhere(used & (self.rung != np.repeat(self.rung[..., ::QUAD], QUAD, axis=-1)))[:1]:
             row, head, entry = at.tolist()

@@ -161,8 +161,8 @@ def describe(allowed: Container[Any]) -> str:
     ('2, 3, 4', '16 to 256 in steps of 16', 'causal, window', 'any')
     """
     if isinstance(allowed, range) and len(allowed) > 1:
-        steps = "" if allowed.step == 1 else f" in steps of {allowed.step}"
-        return f"{allowed[0]} to {allowed[-1]}{steps}"
+        apart = "" if allowed.step == 1 else f" in steps of {allowed.step}"
+        return f"{allowed[0]} to {allowed[-1]}{apart}"
     if isinstance(allowed, set | frozenset):
         allowed = _items(allowed)
     if isinstance(allowed, tuple | list | range):

@@ -37,7 +37,7 @@ import torch
 import torch.nn.functional as F
 
 from kvlab.cache.importance import weight_of_collection
-from kvlab.ladder import BITS_OF_WIDTHS, ERRORS, SHARES, parse_bits
+from kvlab.ladder import BITS_OF_WIDTHS, ENERGY_OF_BLOCKS, ERRORS, parse_bits
 from kvlab.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ class Cache:
 
     def _loss(self, k: Any, v: int) -> float:
         if isinstance(k, list) and self.form["loss"] == "cache" and set(k) <= set(ERRORS):
-            of_keys = sum(share * ERRORS[width] for share, width in zip(SHARES, k, strict=True))
+            of_keys = sum(energy * ERRORS[width] for energy, width in zip(ENERGY_OF_BLOCKS, k, strict=True))
         else:
             of_keys = ERRORS[k] if isinstance(k, int) else self.frame(64).loss(k)
         return float(self.form["kweight"] * of_keys + (ERRORS.get(v) or LOSS[v]))

@@ -307,15 +307,15 @@ class Runner(CacheOptions):
 
     # ---- CUDA graphs ---------------------------------------------------------------------------------------
 
-    def prepare(self, steps: int = 1) -> tuple[Hashable, ...]:
+    def prepare(self, num_new: int = 1) -> tuple[Hashable, ...]:
         """Make room for the next tokens, so that the next step of every layer only launches kernels.
 
-        With `recording` and `replayed` this lets a CUDA graph hold a step of all layers: lengths, places and
-        page tables are read on the device, so a graph goes on where the cache is.
+        With `recording` and `replayed` this lets a CUDA graph hold a step of all layers: lengths and page
+        tables are read on the device, so a graph goes on where the cache is.
 
         Parameters
         ----------
-        steps : int
+        num_new : int
             New tokens of a row, 1 to 16.
 
         Returns
@@ -349,7 +349,7 @@ class Runner(CacheOptions):
                 graphs[key].replay()
                 cache.replayed()
         """
-        steps = whole_number(steps, "steps", 1, LONGEST)
+        num_new = whole_number(num_new, "num_new", 1, LONGEST)
         self._refuse_cpu("prepare")
         device = self._device
         if not self._has_memory:
@@ -358,22 +358,22 @@ class Runner(CacheOptions):
             raise NotImplementedError(
                 "importance as a function runs on the host at every step, which a graph cannot: name a policy"
             )
-        if not device.is_decode(steps):
+        if not device.is_decode(num_new):
             raise NotImplementedError(
-                f"steps of {steps} tokens, {device.group} query heads a KV head, are planned by the host; "
+                f"steps of {num_new} tokens, {device.group} query heads a KV head, are planned by the host; "
                 f"graphs take {MAX_NEW} tokens and {self._executor.max_group} heads at most"
             )
         if len(set(device.lengths)) > 1:
             raise ValueError(f"layers hold different numbers of tokens, {sorted(set(device.lengths))}")
-        if min(device.lookahead) < steps:
-            self._reserve(device.lengths[0] + steps)
-            row_budgets = device.row_budgets(0, steps)
+        if min(device.lookahead) < num_new:
+            self._reserve(device.lengths[0] + num_new)
+            row_budgets = device.row_budgets(0, num_new)
             for layer in range(len(device.lengths)):
-                if not device.opens_pages(layer, steps, row_budgets):
-                    raise self._holds_no_open_page(layer, steps)
-            device.reallocate(steps, row_budgets)
+                if not device.opens_pages(layer, num_new, row_budgets):
+                    raise self._holds_no_open_page(layer, num_new)
+            device.reallocate(num_new, row_budgets)
         layers = range(len(device.lengths))
-        collects = tuple([device.collects(layer, steps) for layer in layers])
+        collects = tuple([device.collects(layer, num_new) for layer in layers])
         return device.memory_epoch, device.lengths[0] > 0, collects, device.waiting.modes()
 
     def _holds_no_open_page(self, layer: int, num_new: int) -> NotImplementedError:
@@ -401,14 +401,14 @@ class Runner(CacheOptions):
             for counter, values in zip(counters, before, strict=True):
                 counter[:] = values
 
-    def replayed(self, steps: int = 1) -> None:
+    def replayed(self, num_new: int = 1) -> None:
         """Count a step of all layers that a CUDA graph has replayed; `prepare` made room for it."""
         self._refuse_cpu("replayed")
         device = self._device
-        if not self._has_memory or min(device.lookahead) < steps:
+        if not self._has_memory or min(device.lookahead) < num_new:
             raise RuntimeError("prepare() was not called before a graph was replayed")
         for layer in range(len(device.lengths)):
-            device.count(layer, steps, device.collects(layer, steps))
+            device.count(layer, num_new, device.collects(layer, num_new))
 
     def _refuse_cpu(self, method: str) -> None:
         if not self.on_gpu:

@@ -168,11 +168,11 @@ def fast(root: Path | None = None) -> list[str]:
     root = kernel_root() if root is None else root
     declared, table = specialisations(root), _read_table(root / TABLE)
     known = [table.get(_key(item, root), []) for item in declared]
-    pairs = list(zip(declared, known, strict=True))
-    to_build = [item for item, rows in pairs if item.first or not rows]
+    items = list(zip(declared, known, strict=True))
+    to_build = [item for item, rows in items if item.first or not rows]
     built = dict(zip(to_build, _rows_of(to_build, root), strict=True))
     failures = []
-    for item, rows in pairs:
+    for item, rows in items:
         found = built.get(item, rows)
         failures += _failures(item, found)
         if rows and not _agree(found, rows):

@@ -153,8 +153,8 @@ def time_by_events(
             marks[name].append((first, last))
     torch.cuda.synchronize()
     return {
-        name: Timing(tuple(1e-3 * first.elapsed_time(last) / counts[name] for first, last in pairs))
-        for name, pairs in marks.items()
+        name: Timing(tuple(1e-3 * first.elapsed_time(last) / counts[name] for first, last in events))
+        for name, events in marks.items()
     }
 
 

@@ -348,10 +348,10 @@ def key_gain(
     sample = k[:LAST] if few else sample
     down = of_channels(shift).astype(int) + (0 if exponent is None else exponent.astype(int)[:, None])
     size = np.ldexp(_sizes(sample, mean, exponent), -2 * down)
-    placed = np.take_along_axis(size, placed_channels(order).astype(int), 1).reshape(heads, BLOCKS, each)
+    in_order = np.take_along_axis(size, placed_channels(order).astype(int), 1).reshape(heads, BLOCKS, each)
     log = (each & -each).bit_length() - 1
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-        sums = np.cumsum(placed, axis=2)[..., -1]  # one after the other
+        sums = np.cumsum(in_order, axis=2)[..., -1]  # one after the other
         if few:
             sums = np.repeat(np.cumsum(sums, axis=1)[:, -1:] / BLOCKS, BLOCKS, axis=1)
         squares = np.ldexp(sums / max(len(sample) * each, 1), log - (log + 1) // 2 * 2)

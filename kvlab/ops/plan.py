@@ -148,8 +148,8 @@ def decode_bounds(shape: PlanShape, ladder: Ladder) -> tuple[int, int]:
 
 def _smallest_step(ladder: Ladder) -> int:
     """The fewest bytes that a demotion saves; the window's rung may take as many as the one below."""
-    steps = [high - low for low, high in pairwise(ladder.cost) if high > low]
-    return min(steps, default=ladder.cost[-1])
+    differences = [high - low for low, high in pairwise(ladder.cost) if high > low]
+    return min(differences, default=ladder.cost[-1])
 
 
 def crop_bounds(shape: PlanShape, ladder: Ladder, tokens: int, nbytes: int) -> tuple[int, int]:

@@ -127,8 +127,8 @@ def _errors(
         out = ring(q, k, v, bounds // size, longest // size, causal=True)
     out.backward(dout)
     found = [x.float() for x in (out.detach(), q.grad, k.grad, v.grad)]
-    pairs = zip(found, (mine(x).float() for x in wanted), strict=True)
-    return [float((one - other).abs().max() / max(1.0, float(other.abs().max()))) for one, other in pairs]
+    compared = zip(found, (mine(x).float() for x in wanted), strict=True)
+    return [float((one - other).abs().max() / max(1.0, float(other.abs().max()))) for one, other in compared]
 
 
 if __name__ == "__main__":

@@ -243,12 +243,12 @@ class GatheredAttention:
             return self._begin(mine, (k[:, heads], v[:, heads]), dq[:, queries], len(strides) == 1)
 
         gathers = [self.gather(k, v, first, stride) for first in strides[:_AHEAD]]
-        steps = deque(map(begin, strides[:_AHEAD]))
+        begun = deque(map(begin, strides[:_AHEAD]))
         finish: Callable[[], None] | None = None
         for number, first in enumerate(strides):
             # Own keys come first while the first keys of others are awaited, else last: what is sent is on
             # its way meanwhile. Of a single stride a portion comes first, and one last.
-            step, pending = steps.popleft(), gathers[number]
+            step, pending = begun.popleft(), gathers[number]
             lanes, theirs = Lanes(q.device, len(step.parts), number), []
             before = [] if number else step.portions[:1]
             own = [(portion, step.add_own(portion)) for portion in before]
@@ -266,7 +266,7 @@ class GatheredAttention:
             # What ends a stride comes behind the kernels of the next, which fill the end of its own ones.
             if finish:
                 finish()
-            steps += map(begin, later)
+            begun += map(begin, later)
             finish = partial(self._finish, step, lanes, sending, own, (dk[:, heads], dv[:, heads]))
         if finish:
             finish()

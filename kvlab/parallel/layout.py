@@ -283,14 +283,12 @@ def _side_by_side(
     first, second = parts
     if len(before) == 1:
         begin, total, none = int(begins[before[0][0]]), int(2 * size.sum()), 0 * size
-        first = Part(
-            ALL, slice(begin, begin + total), _pairs(2 * size, none), _pairs(size, size), first.causal
-        )
-    second = Part(ALL, second.k_rows, _pairs(size, size), _pairs(0 * size, size * len(behind)), second.causal)
+        first = Part(ALL, slice(begin, begin + total), _both(2 * size, none), _both(size, size), first.causal)
+    second = Part(ALL, second.k_rows, _both(size, size), _both(0 * size, size * len(behind)), second.causal)
     return first, second
 
 
-def _pairs(first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.int32]:
+def _both(first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.int32]:
     """Prefix sums of two lengths for each sequence."""
     return _bounds(np.stack([first, second], 1).reshape(-1))
 

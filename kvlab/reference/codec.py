@@ -136,9 +136,9 @@ def butterflies(x: Float32) -> Float32:
     y = np.array(x, np.float32, order="C")
     h = 1
     while h < block:
-        pairs = y.reshape(*x.shape[:-1], n // (2 * h), 2, h)
-        a, b = pairs[..., 0, :], pairs[..., 1, :]
-        pairs[..., 0, :], pairs[..., 1, :] = a + b, a - b
+        halves = y.reshape(*x.shape[:-1], n // (2 * h), 2, h)
+        a, b = halves[..., 0, :], halves[..., 1, :]
+        halves[..., 0, :], halves[..., 1, :] = a + b, a - b
         h *= 2
     return y
 

@@ -128,17 +128,19 @@ def grouped_tiles(
     every["head_q"] = heads[:, None]
     every["head_kv"] = heads[:, None] // group
     tiles_of_all = every.reshape(-1, entries)
-    steps = tiles_of_keys(tiles_of_all, block_n)
-    if last_tiles and len(steps):
+    num_tiles = tiles_of_keys(tiles_of_all, block_n)
+    if last_tiles and len(num_tiles):
         section = section_of(tiles_of_all[:, 0], len(lengths) * heads_kv, heads_kv, sections)
-        counters = counter_of(steps, int(steps.max()) if longest is None else longest)
-        from_counter = np.empty_like(steps)  # tiles of its section that come with it or later
+        counters = counter_of(num_tiles, int(num_tiles.max()) if longest is None else longest)
+        from_counter = np.empty_like(num_tiles)  # tiles of its section that come with it or later
         for one in np.unique(section):
             own = counters[section == one]
             from_counter[section == one] = np.bincount(own)[::-1].cumsum()[::-1][own]
-        full = np.where(from_counter <= last_tiles, np.maximum(MIN_KEYS, -(-steps // LAST_PARTS)), 1 << 30)
-    elif blocks and 2 * len(steps) < 3 * blocks:  # what a block has to do on average
-        full = np.full(len(steps), max(MIN_KEYS, -(-int(steps.sum()) // blocks)))
+        full = np.where(
+            from_counter <= last_tiles, np.maximum(MIN_KEYS, -(-num_tiles // LAST_PARTS)), 1 << 30
+        )
+    elif blocks and 2 * len(num_tiles) < 3 * blocks:  # what a block has to do on average
+        full = np.full(len(num_tiles), max(MIN_KEYS, -(-int(num_tiles.sum()) // blocks)))
     else:
         return tiles_of_all
     return _split(tiles_of_all, block_n, full)

@@ -112,13 +112,13 @@ def choose_widths(importance: Floats, head_dim: int, budget: int, ladder: tuple[
     left = budget - len(weight) * cost[ladder[0]]
     if left < 0:
         raise ValueError(f"budget={budget} bytes do not hold {len(importance)} tokens at {ladder[0]} bits")
-    steps = [
+    raised = [
         (-weight[page] * (ERROR[low] - ERROR[high]) / (cost[high] - cost[low]), page, high)
         for page in range(len(weight))
         for low, high in pairwise(ladder)
     ]
     widths = [ladder[0]] * len(weight)
-    for _, page, high in sorted(steps):
+    for _, page, high in sorted(raised):
         if cost[high] - cost[widths[page]] <= left:
             left -= cost[high] - cost[widths[page]]
             widths[page] = high

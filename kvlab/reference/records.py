@@ -104,9 +104,9 @@ def encode_page(
         else:
             codes, byte = encode(x, bits)
             region = _region(codes, bits, side)
-        steps = np.zeros(TOKENS_PER_PAGE, np.uint8)
-        steps[: len(byte)] = byte
-        parts += [region, steps]
+        step_sizes = np.zeros(TOKENS_PER_PAGE, np.uint8)
+        step_sizes[: len(byte)] = byte
+        parts += [region, step_sizes]
     tail = np.zeros(3 * TOKENS_PER_PAGE, np.uint8)
     tail[: 2 * len(positions)] = positions.astype("<u2").view(np.uint8)
     tail[2 * TOKENS_PER_PAGE :][: len(importance)] = importance

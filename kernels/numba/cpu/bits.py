@@ -71,17 +71,17 @@ def _emit_unpack_step(builder, bits, source, target):
     return _every_word(0)
 
 
-def _make_steps(emit_step, *step_bytes):
-    """Return an intrinsic (source, first, target, start, bits, steps): one loop of steps for each width.
+def _make_loop(emit_step, *step_bytes):
+    """Return an intrinsic (source, first, target, start, bits, count): one loop for each width.
 
     step_bytes: bytes that a step reads, and writes, by width. The width is a case of a switch around the
     loops, so that a kernel is compiled once for all of them.
     """
 
     @intrinsic
-    def take_steps(typing_context, source, first, target, start, bits, steps):
+    def take_loop(typing_context, source, first, target, start, bits, count):
         def generate(context, builder, signature, arguments):
-            _, _, _, _, bits, steps = arguments
+            _, _, _, _, bits, count = arguments
             source = pointer_to(context, builder, signature.args[0], *arguments[:2], _I8)
             target = pointer_to(context, builder, signature.args[2], *arguments[2:4], _I8)
             found = cgutils.alloca_once_value(builder, _every_word(0))
@@ -91,7 +91,7 @@ def _make_steps(emit_step, *step_bytes):
                 block = builder.append_basic_block(f"bits_{width}")
                 choice.add_case(bits.type(width), block)
                 builder.position_at_end(block)
-                with cgutils.for_range(builder, steps) as loop:
+                with cgutils.for_range(builder, count) as loop:
                     read, written = (builder.mul(loop.index, _I64(size(width))) for size in step_bytes)
                     here, there = builder.gep(source, [read]), builder.gep(target, [written])
                     seen = emit_step(builder, width, here, there)
@@ -104,19 +104,19 @@ def _make_steps(emit_step, *step_bytes):
         integers = (types.intp,) * 2
         return types.uint64(source, types.intp, target, types.intp, *integers), generate
 
-    return take_steps
+    return take_loop
 
 
 _WIDTHS = (1, 2, 3, 4, 5, 6, 8)
-_pack_steps = _make_steps(_emit_pack_step, lambda bits: STEP, lambda bits: _WORDS * bits)
-_unpack_steps = _make_steps(_emit_unpack_step, lambda bits: _WORDS * bits, lambda bits: STEP)
+_pack_loop = _make_loop(_emit_pack_step, lambda bits: STEP, lambda bits: _WORDS * bits)
+_unpack_loop = _make_loop(_emit_unpack_step, lambda bits: _WORDS * bits, lambda bits: STEP)
 
 
 @helper
 def pack_run(codes, start, count, bits, packed, target):
     """Pack codes[start:start + count] to packed[target:], both flat uint8; not 0 if a code is too big."""
     whole = count // STEP * STEP
-    too_big = _pack_steps(codes, start, packed, target, bits, count // STEP)
+    too_big = _pack_loop(codes, start, packed, target, bits, count // STEP)
     if whole < count:
         too_big |= _pack_tail(codes, start + whole, count - whole, bits, packed, target + whole // 8 * bits)
     return too_big
@@ -145,7 +145,7 @@ def _pack_tail(codes, start, count, bits, packed, target):
 def unpack_run(packed, start, bits, codes, target, count):
     """Unpack packed[start:] to codes[target:target + count], both flat uint8."""
     whole = count // STEP * STEP
-    _unpack_steps(packed, start, codes, target, bits, count // STEP)
+    _unpack_loop(packed, start, codes, target, bits, count // STEP)
     if whole < count:
         _unpack_tail(packed, start + whole // 8 * bits, bits, codes, target + whole, count - whole)
 

@@ -40,7 +40,7 @@ class Formats(NamedTuple):
 
     sides: np.ndarray  # int64 (rungs, 2, 4)
     guess: np.ndarray  # float32 (rungs, 2)
-    places: np.ndarray  # int32 (rungs, 2, 16, head_dim)
+    addresses: np.ndarray  # int32 (rungs, 2, 16, head_dim)
 
 
 class Fresh(NamedTuple):
@@ -66,7 +66,7 @@ def _encode(words, arena, formats, r, side, address, slot, x, known, codes, size
         arena[start + numbers[SCALES] + slot] = byte
     else:
         narrow(x, 0, numbers[KIND], codes)
-    put_codes(words, (start + numbers[CODES]) // 4, formats.places[r, side], slot, numbers[BITS], codes)
+    put_codes(words, (start + numbers[CODES]) // 4, formats.addresses[r, side], slot, numbers[BITS], codes)
 
 
 @helper
@@ -94,12 +94,12 @@ def _move_side(words, arena, formats, side, source, target, frames, bh, raw, x, 
     (origin, from_slot, a), (address, slot, b) = source, target
     before, start = formats.sides[a, side], origin * UNIT
     bits = before[BITS]
-    take_codes(words, (start + before[CODES]) // 4, formats.places[a, side], from_slot, bits, codes)
+    take_codes(words, (start + before[CODES]) // 4, formats.addresses[a, side], from_slot, bits, codes)
     if bits == formats.sides[b, side, BITS]:
         after, to = formats.sides[b, side], address * UNIT
         if _is_coded(bits):
             arena[to + after[SCALES] + slot] = arena[start + before[SCALES] + from_slot]
-        put_codes(words, (to + after[CODES]) // 4, formats.places[b, side], slot, bits, codes)
+        put_codes(words, (to + after[CODES]) // 4, formats.addresses[b, side], slot, bits, codes)
     elif _is_coded(bits):
         decode(codes, arena[start + before[SCALES] + from_slot], bits, x, 0)
         _encode(words, arena, formats, b, side, address, slot, x, DECODED, codes, sizes)
@@ -122,7 +122,7 @@ def write_moves(counter, begins, moves, arena, rungs, formats, frames, new):
     `cache_plan.plan_layer`. frames: of keys, as `steps.Frames`.
     """
     words, shorts = arena.view(np.uint32), arena.view(np.uint16)
-    head_dim, (_, tokens, heads, _) = formats.places.shape[3], new.k.shape
+    head_dim, (_, tokens, heads, _) = formats.addresses.shape[3], new.k.shape
     raw, x, sizes = np.empty((3, head_dim), np.float32)
     codes, page = np.empty(head_dim, np.uint32), take_number(counter)
     while page < begins.size - 1:
@@ -157,7 +157,7 @@ def append_tokens(tables, formats, frames, new, valid):
     """Store new tokens, valid bool (batch, tokens), in the open pages; return whether all found a place."""
     arena, top = tables.arena, len(tables.rungs) - 1
     words, shorts = arena.view(np.uint32), arena.view(np.uint16)
-    head_dim, (batch, tokens, heads, _) = formats.places.shape[3], new.k.shape
+    head_dim, (batch, tokens, heads, _) = formats.addresses.shape[3], new.k.shape
     raw, x, sizes = np.empty((3, head_dim), np.float32)
     codes, whole = np.empty(head_dim, np.uint32), True
     for bh in range(batch * heads):

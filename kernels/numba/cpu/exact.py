@@ -186,11 +186,11 @@ def merge_two(out_a, lse_a, out_b, lse_b, out, lse):
                 weight_a, weight_b = math.exp(a - base), math.exp(b - base)
                 whole = weight_a + weight_b
                 lse[row, head, position] = base + math.log(whole) if whole != 0 else -np.inf
-                share_a = np.float32(weight_a / whole) if whole != 0 else _ZERO
-                share_b = np.float32(weight_b / whole) if whole != 0 else _ZERO
+                part_a = np.float32(weight_a / whole) if whole != 0 else _ZERO
+                part_b = np.float32(weight_b / whole) if whole != 0 else _ZERO
                 x, y = out_a[row, position, head], out_b[row, position, head]
                 line = out[row, position, head]
                 for channel in range(head_dim):
-                    line[channel] = (x[channel] * share_a if share_a != 0 else _ZERO) + (
-                        y[channel] * share_b if share_b != 0 else _ZERO
+                    line[channel] = (x[channel] * part_a if part_a != 0 else _ZERO) + (
+                        y[channel] * part_b if part_b != 0 else _ZERO
                     )

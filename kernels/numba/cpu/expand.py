@@ -64,7 +64,7 @@ def _four_and_four(builder, floats, first, second):
     return builder.shuffle_vector(vector, vector, _lanes([0] * 4 + [4] * 4))
 
 
-def _store_tile(builder, tile, corner, pitch, lane_vector, steps, is_k):
+def _store_tile(builder, tile, corner, pitch, lane_vector, step_sizes, is_k):
     """Store eight lanes of a tile, the first element of which is at address `corner`."""
     for register in range(4):
         row_half, column_half = register % 2, register // 2
@@ -77,25 +77,25 @@ def _store_tile(builder, tile, corner, pitch, lane_vector, steps, is_k):
             vector, first = tile.field(register, half), 8 * half + 4 * column_half
             if tile.coded:
                 if is_k:
-                    factor = _four_and_four(builder, steps, *rows)
+                    factor = _four_and_four(builder, step_sizes, *rows)
                 else:
-                    factor = load_twice(builder, builder.add(steps, _I64(4 * first)))
+                    factor = load_twice(builder, builder.add(step_sizes, _I64(4 * first)))
                 if half:  # the numbers of the upper half of a word are 2^16 times too large
                     factor = builder.fmul(factor, ir.Constant(_F32X8, [2.0**-16] * 8))
                 vector = builder.fmul(vector, factor)
             for i, own in enumerate(rows):
                 four = builder.shuffle_vector(vector, vector, _lanes(range(4 * i, 4 * i + 4)))
-                place = builder.add(builder.mul(own, pitch), _I64(first))
-                store_at(builder, four, address_of(builder, corner, (place, 4)))
+                offset = builder.add(builder.mul(own, pitch), _I64(first))
+                store_at(builder, four, address_of(builder, corner, (offset, 4)))
 
 
 @intrinsic(prefer_literal=True)
-def _expand(typing_context, words, steps, matrix, tiles, kind, side):
+def _expand(typing_context, words, step_sizes, matrix, tiles, kind, side):
     """matrix = the elements of a side times the steps of their tokens; see `expansion`."""
     kind_name, is_k = kind.literal_value, side.literal_value == "k"
 
     def generate(context, builder, signature, arguments):
-        words, steps, matrix, tiles = arguments[:4]
+        words, step_sizes, matrix, tiles = arguments[:4]
         columns = builder.mul(tiles, _I64(16)) if is_k else _I64(SLOTS)
         pitch = builder.add(columns, _I64(PADDING))
 
@@ -103,33 +103,33 @@ def _expand(typing_context, words, steps, matrix, tiles, kind, side):
             corner = address_of(builder, matrix, (number, 64) if is_k else (builder.mul(number, pitch), 64))
             with cgutils.for_range(builder, _I64(4)) as lane_vector:
                 own = address_of(builder, words, (word, WORD_BYTES), (lane_vector.index, VECTOR_BYTES))
-                _store_tile(builder, tile(own), corner, pitch, lane_vector.index, steps, is_k)
+                _store_tile(builder, tile(own), corner, pitch, lane_vector.index, step_sizes, is_k)
 
         def clear_tile(number):
             with cgutils.for_range(builder, _I64(PAGE)) as row:
                 for column in (0, 8):
-                    place = builder.add(builder.mul(row.index, pitch), _I64(column))
-                    corner = address_of(builder, matrix, (number, 64), (place, 4))
+                    offset = builder.add(builder.mul(row.index, pitch), _I64(column))
+                    corner = address_of(builder, matrix, (number, 64), (offset, 4))
                     store_at(builder, ir.Constant(_F32X8, [0.0] * 8), corner)
 
         for_each_tile(builder, kind_name, tiles, store_tile, clear_tile)
         return context.get_dummy_value()
 
-    return types.void(words, steps, matrix, tiles, kind, side), generate
+    return types.void(words, step_sizes, matrix, tiles, kind, side), generate
 
 
 @cache
 def expansion(kind, side):
-    """Return the compiled C function (words, steps, matrix, tiles) for a kind of codes and side "k" or "v".
+    """Return the compiled C function (words, step_sizes, matrix, tiles) for a kind of codes and "k" or "v".
 
-    words: the codes of a side of a page; steps (16,): twice the steps of the tokens of SLOT_AT, not read
+    words: the codes of a side of a page; step_sizes (16,): twice the steps of the tokens of SLOT_AT, not read
     where elements are raw; matrix: of the page, 16 rows of head_dim + PADDING for K, 16 columns of
     (head_dim, 64 + PADDING) for V; tiles: head_dim / 16. All but the last are addresses, of float32 behind
     the first.
     """
 
     @cfunc(types.void(types.int64, types.int64, types.int64, types.int64), cache=True)
-    def packed_expansion(words, steps, matrix, tiles):
-        _expand(words, steps, matrix, tiles, kind, side)
+    def packed_expansion(words, step_sizes, matrix, tiles):
+        _expand(words, step_sizes, matrix, tiles, kind, side)
 
     return packed_expansion

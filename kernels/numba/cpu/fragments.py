@@ -94,11 +94,12 @@ def multiply_add(builder, a, b, c):
 class Tile:
     """Eight lanes of a 16 x 16 tile as float vectors.
 
-    It is the `place`-th of a group of tiles, whose words begin at `words`. At 3 bits a tile of no whole group
-    has a word of its own, laid out as at 4 bits: place is None. Codes are multiplied by `factor`, a constant.
+    It is the `in_group`-th of a group of tiles, whose words begin at `words`. At 3 bits a tile of no whole
+    group has a word of its own, laid out as at 4 bits: in_group is None. Codes are multiplied by `factor`,
+    a constant.
     """
 
-    def __init__(self, builder, kind, words, place, factor=1):
+    def __init__(self, builder, kind, words, in_group, factor=1):
         self.builder, self.kind, self.factor = builder, kind, factor
         self.coded = kind in ("2", "3", "4", "8")
         load = lambda word: load_at(builder, builder.add(words, _I64(word * WORD_BYTES)), _I32X8)  # noqa: E731
@@ -108,12 +109,12 @@ class Tile:
             self.pairs = [load(r) for r in range(4)]
         elif kind == "8":
             self.pairs = [self._shifted(load(r // 2), 8 * (r % 2)) for r in range(4)]
-        elif kind == "4" or place is None:
+        elif kind == "4" or in_group is None:
             self.pairs = [self._shifted(load(0), 4 * r) for r in range(4)]
         elif kind == "3":
-            self.pairs = [self._three_bits(load, 4 * place + r) for r in range(4)]
+            self.pairs = [self._three_bits(load, 4 * in_group + r) for r in range(4)]
         else:
-            self.pairs = [self._shifted(load(0), 8 * (r // 2) + 4 * place + 2 * (r % 2)) for r in range(4)]
+            self.pairs = [self._shifted(load(0), 8 * (r // 2) + 4 * in_group + 2 * (r % 2)) for r in range(4)]
 
     def _shifted(self, word, bits):
         return self.builder.lshr(word, _every_lane(bits)) if bits else word
@@ -177,18 +178,18 @@ def for_each_tile(builder, kind, tiles, emit, emit_empty=None):
 def _for_each_of_run(builder, kind, tiles, first, first_word, factor, emit):
     """Loop over tiles of one kind, from a first one and its word on."""
 
-    def emit_tile(number, word, place):
+    def emit_tile(number, word, in_group):
         def tile(words):
-            return Tile(builder, kind, words, place, factor)
+            return Tile(builder, kind, words, in_group, factor)
 
         emit(builder.add(first, number), builder.add(first_word, word), tile)
 
     words, together = WORDS_PER_GROUP[kind]
     groups = builder.udiv(tiles, _I64(together))
     with cgutils.for_range(builder, groups) as group:
-        for place in range(together):
-            number = builder.add(builder.mul(group.index, _I64(together)), _I64(place))
-            emit_tile(number, builder.mul(group.index, _I64(words)), place)
+        for in_group in range(together):
+            number = builder.add(builder.mul(group.index, _I64(together)), _I64(in_group))
+            emit_tile(number, builder.mul(group.index, _I64(words)), in_group)
     if together > 1:
         in_groups = builder.mul(groups, _I64(together))
         behind_groups = builder.mul(groups, _I64(words))
@@ -203,8 +204,8 @@ def _accumulate(builder, tile, patterns, rows, sums):
         for half in range(2):
             fields = [tile.field(2 * column_half + row_half, half) for row_half in range(2)]
             for row in range(rows):
-                place = ((column_half * 2 + half) * rows + row) * PATTERN_BYTES
-                pattern = load_twice(builder, builder.add(patterns, _I64(place)))
+                offset = ((column_half * 2 + half) * rows + row) * PATTERN_BYTES
+                pattern = load_twice(builder, builder.add(patterns, _I64(offset)))
                 for row_half in range(2):
                     target = sums[row_half][row]
                     builder.store(
@@ -246,8 +247,8 @@ def _sums(builder, rows):
 
 def _page_at(builder, pages, page):
     """Return the address of the codes of a page of the quad, and whether there is one."""
-    place = builder.inttoptr(address_of(builder, pages, (page, 8)), _I64.as_pointer())
-    address = builder.load(place)
+    pointer = builder.inttoptr(address_of(builder, pages, (page, 8)), _I64.as_pointer())
+    address = builder.load(pointer)
     return address, builder.icmp_unsigned("!=", address, _I64(0))
 
 
@@ -291,8 +292,8 @@ def _value_product(typing_context, pages, patterns, out, tiles, kind, rows):
             with cgutils.for_range(builder, _I64(4)) as lane_vector:
                 vectors = builder.add(builder.mul(number, _I64(4)), lane_vector.index)
                 totals = address_of(builder, out, (vectors, 2 * row_count * VECTOR_BYTES))
-                places = [builder.add(totals, _I64(i * VECTOR_BYTES)) for i in range(2 * row_count)]
-                for at, target in zip(places, sums[0] + sums[1], strict=True):
+                targets = [builder.add(totals, _I64(i * VECTOR_BYTES)) for i in range(2 * row_count)]
+                for at, target in zip(targets, sums[0] + sums[1], strict=True):
                     builder.store(load_at(builder, at, _F32X8), target)
                 with cgutils.for_range(builder, _I64(QUAD)) as page:
                     codes, there = _page_at(builder, pages, page.index)
@@ -302,7 +303,7 @@ def _value_product(typing_context, pages, patterns, out, tiles, kind, rows):
                         )
                         columns = address_of(builder, patterns, (page.index, 4 * row_count * PATTERN_BYTES))
                         _accumulate(builder, tile(words), columns, row_count, sums)
-                for at, target in zip(places, sums[0] + sums[1], strict=True):
+                for at, target in zip(targets, sums[0] + sums[1], strict=True):
                     store_at(builder, builder.load(target), at)
 
         for_each_tile(builder, kind_name, tiles, add_tile)
@@ -319,8 +320,8 @@ def add_lanes(typing_context, totals, start, stride):
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
         quads = []
         for i in range(4):
-            place = builder.add(arguments[1], builder.mul(arguments[2], _I64(i)))
-            pointer = builder.gep(data, [place])
+            offset = builder.add(arguments[1], builder.mul(arguments[2], _I64(i)))
+            pointer = builder.gep(data, [offset])
             quads.append(load_at(builder, builder.ptrtoint(pointer, _I64), _F32X8))
         total = _add_quads(builder, quads)
         return builder.shuffle_vector(total, total, ir.Constant(_I32X8, [0, 4, 1, 5, 2, 6, 3, 7]))

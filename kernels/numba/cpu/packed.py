@@ -40,7 +40,7 @@ from .page import (
     SLOTS,
     V_FUNCTION,
     V_STEP_SIZES,
-    double_steps,
+    double_step_sizes,
     find_records,
     leave_out_before,
     load_word,
@@ -64,11 +64,11 @@ _F32X8 = ir.VectorType(ir.FloatType(), 8)
 
 
 @intrinsic
-def _write_probabilities(typing_context, scores, new_max, steps, factor, patterns, row):
+def _write_probabilities(typing_context, scores, new_max, step_sizes, factor, patterns, row):
     """Write a row of the patterns of p for V, p = exp2(score - new_max) * step; return sums of exp2 by slot.
 
-    scores (64,), steps (64,); patterns (4 pages, 2, 2, rows, 4); `factor` is what the upper halves need. Slot
-    4 u + 2 half + column half of a page is lane u of the pattern of these halves (see `fragments`).
+    scores (64,), step_sizes (64,); patterns (4 pages, 2, 2, rows, 4); `factor` is what the upper halves need.
+    Slot 4 u + 2 half + column half of a page is lane u of the pattern of these halves (see `fragments`).
     """
 
     def generate(context, builder, signature, arguments):
@@ -100,7 +100,7 @@ def _write_probabilities(typing_context, scores, new_max, steps, factor, pattern
                     builder.store(four, builder.bitcast(target, four.type.as_pointer())).align = 4
         return total
 
-    return float32x8(scores, types.float32, steps, types.float32, patterns, types.intp), generate
+    return float32x8(scores, types.float32, step_sizes, types.float32, patterns, types.intp), generate
 
 
 def _transpose(builder, vectors):
@@ -179,28 +179,28 @@ def _write_pattern(line, upper_half, patterns, row):
 
 
 @helper
-def _read_steps(records, offset, steps):
+def _read_step_sizes(records, offset, step_sizes):
     """Twice the steps of the tokens of a quad."""
     for page in range(QUAD):
         if records[page]:
-            store(steps, PAGE * page, double_steps(records[page] + offset))
-            store(steps, PAGE * page + 8, double_steps(records[page] + offset + 8))
+            store(step_sizes, PAGE * page, double_step_sizes(records[page] + offset))
+            store(step_sizes, PAGE * page + 8, double_step_sizes(records[page] + offset + 8))
 
 
 @helper
-def _clear_unused(used, steps):
+def _clear_unused(used, step_sizes):
     for page in range(QUAD):
         for slot in range(used[page], PAGE):
-            steps[PAGE * page + slot] = 0
+            step_sizes[PAGE * page + slot] = 0
 
 
 @helper
-def _scale_scores(scores, steps, bias):
+def _scale_scores(scores, step_sizes, bias):
     """Raw products of coded keys to scores; the same in units of log 2."""
     for row in range(scores.shape[0]):
         own, shift = scores[row], splat(bias[row])
         for slot in range(0, SLOTS, 8):
-            store(own, slot, fused(load(own, slot), load(steps, slot), shift))
+            store(own, slot, fused(load(own, slot), load(step_sizes, slot), shift))
 
 
 @helper
@@ -288,7 +288,7 @@ def _attend_range(
     """One item: attend the quads first to last - 1 of a table row with a block of queries."""
     query_coded, query_raw, bias, first_visible = queries
     rung, _, index, base = table
-    scores, steps, weights, coded, raw, words, rescale, records, values, used = scratch
+    scores, step_sizes, weights, coded, raw, words, rescale, records, values, used = scratch
     out_coded, out_raw, row_max, row_sum = result
     rows, head_dim = out_coded.shape
     oldest = first_visible[0]
@@ -321,8 +321,8 @@ def _attend_range(
             layout[K_FUNCTION], records.ctypes.data, query.ctypes.data, scores.ctypes.data, head_dim // 16
         )
         if coded_keys:
-            _read_steps(records, layout[K_STEP_SIZES], steps)
-            _scale_scores(scores, steps, bias)
+            _read_step_sizes(records, layout[K_STEP_SIZES], step_sizes)
+            _scale_scores(scores, step_sizes, bias)
         if softcap > 0 or tokens < SLOTS:
             _mask_scores(scores, used, softcap)
         if hides:
@@ -335,16 +335,17 @@ def _attend_range(
             _rescale_totals(raw, rows, rescale)
 
         if coded_values:
-            _read_steps(records, layout[V_STEP_SIZES], steps)
+            _read_step_sizes(records, layout[V_STEP_SIZES], step_sizes)
         else:
             for slot in range(0, SLOTS, 8):
-                store(steps, slot, splat(np.float32(1)))
+                store(step_sizes, slot, splat(np.float32(1)))
         if tokens < SLOTS:
-            _clear_unused(used, steps)
+            _clear_unused(used, step_sizes)
         factor = UPPER_HALF if coded_values else np.float32(1)
         for row in range(rows):
             new_max = np.float32(0) if row_max[row] == _MINUS_INFINITY else row_max[row]
-            row_sum[row] += total(_write_probabilities(scores[row], new_max, steps, factor, weights, row))
+            sums = _write_probabilities(scores[row], new_max, step_sizes, factor, weights, row)
+            row_sum[row] += total(sums)
         for page in range(QUAD):
             if not coded_values and 0 < used[page] < PAGE:
                 _copy_without_unused(values[page], head_dim, itemsize, used[page], words[page])

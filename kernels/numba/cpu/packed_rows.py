@@ -34,7 +34,7 @@ from .page import (
     SLOTS,
     V_FUNCTION,
     V_STEP_SIZES,
-    double_steps,
+    double_step_sizes,
     find_records,
     leave_out_before,
     position_of,
@@ -121,12 +121,12 @@ def lay_out_panels(q, scale, keys, block, coded, raw):
 
 
 @helper
-def _read_steps(address, steps, by_slot):
+def _read_step_sizes(address, step_sizes, by_slot):
     """steps (16,) = twice the steps of the tokens of SLOT_AT."""
     for slot in range(0, PAGE, LANES):
-        store(by_slot, slot, double_steps(address + slot))
+        store(by_slot, slot, double_step_sizes(address + slot))
     for p in range(PAGE):
-        steps[p] = by_slot[SLOT_AT[p]]
+        step_sizes[p] = by_slot[SLOT_AT[p]]
 
 
 @helper
@@ -174,19 +174,19 @@ def _keep(scores, first, saved, square):
 
 
 @helper
-def _expand_quad(layout, records, codes_v, keys, values, steps, by_slot, head_dim):
+def _expand_quad(layout, records, codes_v, keys, values, step_sizes, by_slot, head_dim):
     """Expand the pages of a quad that have a record; see `expand`."""
     for page in range(QUAD):
         record = records[page]
         if record:
             if layout[K_STEP_SIZES] >= 0:
-                _read_steps(record + layout[K_STEP_SIZES], steps, by_slot)
+                _read_step_sizes(record + layout[K_STEP_SIZES], step_sizes, by_slot)
             matrix = keys.ctypes.data + 4 * PAGE * page * (head_dim + PADDING)
-            call_product(layout[K_FUNCTION], record, steps.ctypes.data, matrix, head_dim // 16)
+            call_product(layout[K_FUNCTION], record, step_sizes.ctypes.data, matrix, head_dim // 16)
             if layout[V_STEP_SIZES] >= 0:
-                _read_steps(record + layout[V_STEP_SIZES], steps, by_slot)
+                _read_step_sizes(record + layout[V_STEP_SIZES], step_sizes, by_slot)
             matrix = values.ctypes.data + 4 * PAGE * page
-            call_product(layout[V_FUNCTION], codes_v[page], steps.ctypes.data, matrix, head_dim // 16)
+            call_product(layout[V_FUNCTION], codes_v[page], step_sizes.ctypes.data, matrix, head_dim // 16)
 
 
 @helper
@@ -200,7 +200,7 @@ def _attend_range(
     """
     query_coded, query_raw, first_visible = queries
     rung, _, _, base = table
-    keys, values, scores, steps, by_slot, rescale, nothing, square, records, codes_v, used = scratch
+    keys, values, scores, step_sizes, by_slot, rescale, nothing, square, records, codes_v, used = scratch
     row_max, row_sum = result
     panels, head_dim = totals.shape[0], totals.shape[1] // PANEL
     oldest, hides = first_visible[0, 0], first_visible[panels - 1, PANEL - 1] > 0
@@ -221,7 +221,7 @@ def _attend_range(
                 for slot in range(SLOTS):
                     saved[quad, row - first_saved, slot] = MINUS_INFINITY
             continue
-        _expand_quad(layout, records, codes_v, keys, values, steps, by_slot, head_dim)
+        _expand_quad(layout, records, codes_v, keys, values, step_sizes, by_slot, head_dim)
         if tokens < SLOTS:
             _clear(values, head_dim, used)
         for panel in range(panels):

@@ -28,8 +28,8 @@ _I8X8, _I32X8, _F32X8 = ir.VectorType(_I8, 8), ir.VectorType(_I32, 8), ir.Vector
 
 
 @intrinsic
-def double_steps(typing_context, address):
-    """Twice the steps of eight tokens: a byte is a float16 without sign and low 7 mantissa bits."""
+def double_step_sizes(typing_context, address):
+    """Twice the step sizes of eight tokens: a byte is a float16 without sign and low 7 mantissa bits."""
 
     def generate(context, builder, signature, arguments):
         codes = builder.load(builder.inttoptr(arguments[0], _I8X8.as_pointer()))

@@ -1,9 +1,9 @@
 """Encode tokens into pages and decode them on the CPU, bit for bit as kvlab/reference/pages.py.
 
 Each token is encoded on its own: `steps` searches its step byte and makes its codes, a row of `head_dim`
-elements. A scatter then writes the codes to the page, by a table of positions (`Side.places`) that the caller
-derives from the reference. A token shares words with other tokens of its page. So one thread owns a page and
-writes its tokens in the order of the list, and the result does not depend on the number of threads.
+elements. A scatter then writes the codes to the page, by a table of addresses of bits that the caller makes.
+A token shares words with other tokens of its page. So one thread owns a page and writes its tokens in the
+order of the list, and the result does not depend on the number of threads.
 
 One compiled version serves all widths, dtypes and head dims: the cost of a token is in loops over its
 elements, not in the branches between them. Arrays are flat and addressed by position, because slices of an
@@ -27,70 +27,70 @@ FLOAT16, BFLOAT16, FLOAT32 = range(3)
 class Side(NamedTuple):
     """The K or the V half of a page. All functions work on one half; a page's two halves share no word.
 
-    With it goes an array `places`, int32 (16, head_dim): for slot and channel, the place of the code's lowest
-    bit in the code region. The other bits follow it; where ~place is given instead, which is negative, each
-    of them is 32 words after the one before.
+    With it goes an array `addresses`, int32 (16, head_dim): for slot and channel, the address of the code's
+    lowest bit in the code region. The other bits follow it; where ~address is given instead, which is
+    negative, each of them is 32 words after the one before.
     """
 
     nbytes: int  # of a page
     codes: int  # byte offset of the codes
-    steps: int  # byte offset of the steps
+    step_sizes: int  # byte offset of theirs
     bits: int  # stored for an element: 32 for width 16 of a float32 cache; or a profile (`steps.PROFILE`)
     kind: int  # what elements of width 16 are
     guess: np.float32  # where the step search starts, of kvlab/reference/pages.py
 
 
 @njit
-def put_codes(words, first, places, slot, bits, codes):
+def put_codes(words, first, addresses, slot, bits, codes):
     """Put the codes of a token into the code region that begins at words[first]."""
     if bits < PROFILE:
-        _put_run(words, first, places, slot, bits, codes, 0, codes.size)
+        _put_run(words, first, addresses, slot, bits, codes, 0, codes.size)
         return
     each = codes.size // 4
     for block in range(coded_blocks(bits)):
         width = width_of_block(bits, block)
-        _put_run(words, first, places, slot, width, codes, block * each, block * each + each)
+        _put_run(words, first, addresses, slot, width, codes, block * each, block * each + each)
 
 
 @njit
-def _put_run(words, first, places, slot, bits, codes, begin, end):
+def _put_run(words, first, addresses, slot, bits, codes, begin, end):
     mask = np.uint32((1 << bits) - 1)
     for channel in range(begin, end):
-        place = places[slot, channel]
-        if place >= 0:
-            word, shift = first + (place >> 5), np.uint32(place & 31)
+        address = addresses[slot, channel]
+        if address >= 0:
+            word, shift = first + (address >> 5), np.uint32(address & 31)
             words[word] = (words[word] & ~(mask << shift)) | (codes[channel] << shift)
         else:
-            word, shift = first + (~place >> 5), np.uint32(~place & 31)
+            word, shift = first + (~address >> 5), np.uint32(~address & 31)
             for j in range(bits):
                 bit = (codes[channel] >> np.uint32(j)) & np.uint32(1)
                 words[word + 32 * j] = (words[word + 32 * j] & ~(np.uint32(1) << shift)) | (bit << shift)
 
 
 @njit
-def take_codes(words, first, places, slot, bits, codes):
+def take_codes(words, first, addresses, slot, bits, codes):
     """Take the codes of a token: the inverse of `put_codes`; 0 in blocks of width 0."""
     if bits < PROFILE:
-        _take_run(words, first, places, slot, bits, codes, 0, codes.size)
+        _take_run(words, first, addresses, slot, bits, codes, 0, codes.size)
         return
     each = codes.size // 4
     for block in range(4):
         width = width_of_block(bits, block)
         if width:
-            _take_run(words, first, places, slot, width, codes, block * each, block * each + each)
+            _take_run(words, first, addresses, slot, width, codes, block * each, block * each + each)
         else:
             codes[block * each : block * each + each] = 0
 
 
 @njit
-def _take_run(words, first, places, slot, bits, codes, begin, end):
+def _take_run(words, first, addresses, slot, bits, codes, begin, end):
     mask = np.uint32((1 << bits) - 1)
     for channel in range(begin, end):
-        place = places[slot, channel]
-        if place >= 0:
-            codes[channel] = (words[first + (place >> 5)] >> np.uint32(place & 31)) & mask
+        address = addresses[slot, channel]
+        if address >= 0:
+            codes[channel] = (words[first + (address >> 5)] >> np.uint32(address & 31)) & mask
         else:
-            word, shift = first + (~place >> 5), np.uint32(~place & 31)
+            word, shift = first + (~address >> 5), np.uint32(~address & 31)
             code = np.uint32(0)
             for j in range(bits):
                 code |= ((words[word + 32 * j] >> shift) & np.uint32(1)) << np.uint32(j)
@@ -164,8 +164,8 @@ def _first_bad(pages, slots, page, slot):
 
 
 @njit
-def _write_part(pool, words, side, places, page, slot, x, step, part, parts):
-    d = places.shape[1]
+def _write_part(pool, words, side, addresses, page, slot, x, step, part, parts):
+    d = addresses.shape[1]
     codes, sizes = np.empty(d, np.uint32), np.empty(d, np.float32)
     for i in range(page.size):
         if page[i] % parts != part:
@@ -173,65 +173,65 @@ def _write_part(pool, words, side, places, page, slot, x, step, part, parts):
         start = page[i] * side.nbytes
         if side.bits < 16 or side.bits >= PROFILE:
             byte = encode_vector(x, i * d, side.bits, side.guess, step[i], codes, sizes)
-            pool[start + side.steps + slot[i]] = byte
+            pool[start + side.step_sizes + slot[i]] = byte
         else:
             narrow(x, i * d, side.kind, codes)
-        put_codes(words, (start + side.codes) // 4, places, slot[i], side.bits, codes)
+        put_codes(words, (start + side.codes) // 4, addresses, slot[i], side.bits, codes)
 
 
 @njit(cache=True)
-def write_side(pool, side, places, page, slot, x, step):
+def write_side(pool, side, addresses, page, slot, x, step):
     """Encode vector i into slot[i] of page[i]; -1, or the index of an entry outside the pool.
 
     pool uint8 (pages * nbytes,), page and slot int64 (n,), x float32 (n * head_dim,), step int16 (n,): as
     `encode_vector` takes them; all contiguous.
     """
-    bad = _first_bad(pool.size // side.nbytes, places.shape[0], page, slot)
+    bad = _first_bad(pool.size // side.nbytes, addresses.shape[0], page, slot)
     if bad < 0:
-        _write_part(pool, pool.view(np.uint32), side, places, page, slot, x, step, 0, 1)
+        _write_part(pool, pool.view(np.uint32), side, addresses, page, slot, x, step, 0, 1)
     return bad
 
 
 @parallel_kernel()
-def write_side_parallel(pool, side, places, page, slot, x, step, parts):
+def write_side_parallel(pool, side, addresses, page, slot, x, step, parts):
     """Do what `write_side` does in `parts` threads: for many vectors, as threads take a while to wake."""
-    bad = _first_bad(pool.size // side.nbytes, places.shape[0], page, slot)
+    bad = _first_bad(pool.size // side.nbytes, addresses.shape[0], page, slot)
     if bad < 0:
         words = pool.view(np.uint32)
         for part in prange(parts):
-            _write_part(pool, words, side, places, page, slot, x, step, part, parts)
+            _write_part(pool, words, side, addresses, page, slot, x, step, part, parts)
     return bad
 
 
 @njit
-def _read_part(pool, words, side, places, page, slot, x, first, last):
-    d = places.shape[1]
+def _read_part(pool, words, side, addresses, page, slot, x, first, last):
+    d = addresses.shape[1]
     codes = np.empty(d, np.uint32)
     for i in range(first, last):
         start = page[i] * side.nbytes
-        take_codes(words, (start + side.codes) // 4, places, slot[i], side.bits, codes)
+        take_codes(words, (start + side.codes) // 4, addresses, slot[i], side.bits, codes)
         if side.bits < 16 or side.bits >= PROFILE:
-            decode(codes, pool[start + side.steps + slot[i]], side.bits, x, i * d)
+            decode(codes, pool[start + side.step_sizes + slot[i]], side.bits, x, i * d)
         else:
             widen(codes, side.kind, x, i * d)
 
 
 @njit(cache=True)
-def read_side(pool, side, places, page, slot, x):
+def read_side(pool, side, addresses, page, slot, x):
     """Decode slot[i] of page[i] into vector i of x; arguments and result as of `write_side`."""
-    bad = _first_bad(pool.size // side.nbytes, places.shape[0], page, slot)
+    bad = _first_bad(pool.size // side.nbytes, addresses.shape[0], page, slot)
     if bad < 0:
-        _read_part(pool, pool.view(np.uint32), side, places, page, slot, x, 0, page.size)
+        _read_part(pool, pool.view(np.uint32), side, addresses, page, slot, x, 0, page.size)
     return bad
 
 
 @parallel_kernel()
-def read_side_parallel(pool, side, places, page, slot, x, parts):
+def read_side_parallel(pool, side, addresses, page, slot, x, parts):
     """Do what `read_side` does in `parts` threads."""
-    bad = _first_bad(pool.size // side.nbytes, places.shape[0], page, slot)
+    bad = _first_bad(pool.size // side.nbytes, addresses.shape[0], page, slot)
     if bad < 0:
         words = pool.view(np.uint32)
         for part in prange(parts):
             first, last = page.size * part // parts, page.size * (part + 1) // parts
-            _read_part(pool, words, side, places, page, slot, x, first, last)
+            _read_part(pool, words, side, addresses, page, slot, x, first, last)
     return bad

@@ -96,7 +96,7 @@ def _unpack_pool(source: Bytes, layout: PageLayout, wide: PageLayout) -> Bytes:
         if bits in (8, 16):
             pool[:, slice(*end)] = source[:, slice(*start)]
             continue
-        from_bit = _places(bits, layout.head_dim, side)
+        from_bit = _first_bits(bits, layout.head_dim, side)
         for first in range(0, len(source), _PAGES_AT_ONCE):
             part = slice(first, first + _PAGES_AT_ONCE)
             # A row for every bit of the pages: a code is a sum of rows, which are copied faster than columns.
@@ -111,7 +111,7 @@ def _unpack_pool(source: Bytes, layout: PageLayout, wide: PageLayout) -> Bytes:
 
 
 @lru_cache(maxsize=32)
-def _places(bits: int, head_dim: int, side: str) -> NDArray[Any]:
+def _first_bits(bits: int, head_dim: int, side: str) -> NDArray[Any]:
     """Bits of the code in a narrow page that each byte of an 8-bit page holds, lowest first."""
     narrow = bit_address(bits, head_dim, side).reshape(-1, bits)
     to_byte = bit_address(8, head_dim, side)[..., 0].ravel() // 8

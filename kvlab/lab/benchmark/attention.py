@@ -45,7 +45,7 @@ class Case(NamedTuple):
 
 _POINT = Case(512, (8, 4), 1)
 _LENGTHS = (64, 128, 256, 512, 1024, 2048)
-_PAIRS = ((4, 4), (8, 4), (8, 1), (32, 8), (64, 8))
+_HEADS = ((4, 4), (8, 4), (8, 1), (32, 8), (64, 8))
 _OTHERS = (
     Case(2048, (8, 8), 1, 64, causal=False), Case(2048, (8, 8), 1, 64),
     Case(2048, (8, 8), 1, 128, causal=False), Case(2048, (8, 2), 1, 128),
@@ -59,7 +59,7 @@ CASES = tuple(
     dict.fromkeys(
         [
             *(_POINT._replace(tokens=tokens) for tokens in _LENGTHS),
-            *(_POINT._replace(heads=heads) for heads in _PAIRS),
+            *(_POINT._replace(heads=heads) for heads in _HEADS),
             *(_POINT._replace(batch=batch) for batch in (1, 2, 4, 8)),
             *_OTHERS,
         ]

@@ -137,9 +137,9 @@ def _hide(
     tokens: list[int] = []
     last = 0
     for depth, needle in zip(depths, needles, strict=True):
-        place = int((0.03 + 0.94 * depth) * size)
-        tokens += [*body[last:place], *needle]
-        last = place
+        position = int((0.03 + 0.94 * depth) * size)
+        tokens += [*body[last:position], *needle]
+        last = position
     tokens += body[last:size]
     questions = [
         Question(tuple(encode(ask)), tuple(encode(answer)), depth)

@@ -30,7 +30,7 @@ _GUESS = {2: np.float32(0.386), 3: np.float32(0.155), 4: np.float32(0.0592), 8: 
 
 @lru_cache(maxsize=64)
 def side_formats(layout: PageLayout, dtype: str) -> tuple[tuple[Any, NDArray[np.int32]], ...]:
-    """Return K and V as the kernels want them: numbers, and the place of every code."""
+    """Return K and V as the kernels want them: numbers, and the address of every code."""
     from kvlab.numba_kernels.cpu.pages import BFLOAT16, FLOAT16, FLOAT32, Side
 
     if ITEMSIZE.get(dtype) != layout.itemsize:
@@ -39,7 +39,7 @@ def side_formats(layout: PageLayout, dtype: str) -> tuple[tuple[Any, NDArray[np.
         )
     kind = {"float16": FLOAT16, "bfloat16": BFLOAT16, "float32": FLOAT32}[dtype]
     sides = []
-    for side, width, codes, steps in (
+    for side, width, codes, step_sizes in (
         ("k", layout.bits_k, layout.k_codes, layout.k_step_sizes),
         ("v", layout.bits_v, layout.v_codes, layout.v_step_sizes),
     ):
@@ -47,12 +47,12 @@ def side_formats(layout: PageLayout, dtype: str) -> tuple[tuple[Any, NDArray[np.
             bits, guess = width_number(width), np.float32(0)
         else:
             bits, guess = layout.stored_bits(width), _GUESS.get(width, np.float32(0))
-        places = np.zeros((TOKENS_PER_PAGE, layout.head_dim), np.int32)
+        addresses = np.zeros((TOKENS_PER_PAGE, layout.head_dim), np.int32)
         for run in layout.runs(width):
-            own = places[:, run.first : run.first + run.channels]
+            own = addresses[:, run.first : run.first + run.channels]
             own[...] = first_bits(run.bits, run.channels, side)
             own[...] += np.where(own < 0, -1, 1) * 1024 * run.word
-        sides.append((Side(layout.nbytes, codes, steps, bits, kind, guess), places))
+        sides.append((Side(layout.nbytes, codes, step_sizes, bits, kind, guess), addresses))
     return tuple(sides)
 
 
@@ -162,7 +162,7 @@ def encode_tokens(
 
     sides = side_formats(layout, dtype)
     check_pool(pool, layout)
-    where = _check_places({"page": page, "slot": slot})
+    where = _check_slots({"page": page, "slot": slot})
     shape = len(where[0]), layout.head_dim
     for name, x in (("k", k), ("v", v)):
         if x.dtype != np.float32 or x.shape != shape:
@@ -195,7 +195,7 @@ def decode_tokens(
 
     sides = side_formats(layout, dtype)
     check_pool(pool, layout)
-    where = _check_places({"page": page, "slot": slot})
+    where = _check_slots({"page": page, "slot": slot})
     k, v = (np.empty((len(where[0]), layout.head_dim), np.float32) for _ in sides)
     for side, x in zip(sides, (k, v), strict=True):
         arguments = pool.reshape(-1), *side, *where, x.reshape(-1)
@@ -216,7 +216,7 @@ def _in_threads(
     return parallel(*arguments, threads)
 
 
-def _check_places(lists: dict[str, NDArray[np.integer[Any]]]) -> list[NDArray[np.int64]]:
+def _check_slots(lists: dict[str, NDArray[np.integer[Any]]]) -> list[NDArray[np.int64]]:
     sizes = {name: x.shape for name, x in lists.items()}
     if len(set(sizes.values())) != 1 or any(x.ndim != 1 or x.dtype.kind not in "iu" for x in lists.values()):
         raise ValueError(f"{', '.join(lists)} must be integers of one length, got shapes {sizes}")

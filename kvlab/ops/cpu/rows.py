@@ -84,8 +84,8 @@ class _Row:
         """Copy new tokens behind `waiting` others."""
         layout, dtype = self.layer.exact, self.layer.dtype
         for head in range(self.layer.shape[1]):
-            for place, step in enumerate(seen, waiting):
-                page, slot = self.page(head, place // TOKENS_PER_PAGE), place % TOKENS_PER_PAGE
+            for number, step in enumerate(seen, waiting):
+                page, slot = self.page(head, number // TOKENS_PER_PAGE), number % TOKENS_PER_PAGE
                 where = np.array([0]), np.array([slot])
                 k, v = (x[step, head].astype(np.float32)[None] for x in (new.k, new.v))
                 encode_tokens(page, layout, dtype, *where, k, v)
@@ -231,10 +231,10 @@ def _give_numbers(number: Ints, wanted: NDArray[np.bool_], stays: NDArray[np.boo
     want, kept = int(wanted.sum()), wanted & stays
     free = np.ones(want, bool)
     free[number[kept & (number < want)]] = False
-    places, beyond = np.flatnonzero(free), kept & (number >= want)
+    unused, beyond = np.flatnonzero(free), kept & (number >= want)
     moved = np.argsort(np.argsort(number[beyond]))
-    number[beyond] = places[moved]
-    number[wanted & ~stays] = places[len(moved) :]
+    number[beyond] = unused[moved]
+    number[wanted & ~stays] = unused[len(moved) :]
     return want
 
 

@@ -40,9 +40,9 @@ def attend(q: ArrayT, k: Any, v: Any, sequences: Sequences | None, scores: Score
     out = empty(shape, dtype, q)
     lse = empty((*shape[:-3], shape[-2], shape[-3]), "float32", q)
     tensors = [*zip("qkv", views, strict=True), ("out", cuda_view(out, "out"))]
-    places, grid, options = _call(tensors, sequences, scores, FORWARD_TILES)
+    common, grid, options = _call(tensors, sequences, scores, FORWARD_TILES)
     kernel = numba_kernel("attention", "attend", options, views[0].device)
-    arguments = [*_tensors(tensors), *_of_rows(cuda_view(lse, "lse")), *places]
+    arguments = [*_tensors(tensors), *_of_rows(cuda_view(lse, "lse")), *common]
     tile = dict(options)["tile"]
     launch(kernel, grid(0, tile), (_LANES * tile,), arguments, q)
     return out, lse
@@ -76,13 +76,13 @@ def attend_backward(
     launch(prepare, -(-count // _PREPARE_THREADS), (_PREPARE_THREADS,), arguments, q)
 
     four = [(name, views[name]) for name in ("q", "k", "v", "dout")]
-    places, grid, options = _call(four, sequences, scores, BACKWARD_TILES)
+    common, grid, options = _call(four, sequences, scores, BACKWARD_TILES)
     tile = dict(options)["tile"]
     rows = [of_lse.pointer, of_dpsum.pointer, *_of_rows(of_lse)[1:], *_of_rows(of_dpsum)[1:]]
     for side, entry, names in ((0, "attend_queries", ("dq",)), (1, "attend_keys", ("dk", "dv"))):
         kernel = numba_kernel("attention_backward", entry, options, device)
         results = [(name, cuda_view(x, name)) for name, x in zip(names, grads[side:], strict=False)]
-        launch(kernel, grid(side, tile), (_LANES * tile,), [*_tensors(four + results), *rows, *places], q)
+        launch(kernel, grid(side, tile), (_LANES * tile,), [*_tensors(four + results), *rows, *common], q)
     return grads[0], grads[1], grads[2]
 
 
