@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ast
 import copy
+import re
 import sys
+from collections import defaultdict
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -198,3 +200,32 @@ def test_kernels_is_no_package_and_nothing_imports_it() -> None:
     assert not (ROOT / "kernels" / "__init__.py").exists()
     for path in ROOT.glob("tests/**/*.py"):
         assert "kernels" not in {top(name) for name in imports_of(ast.parse(path.read_text()))}, path
+
+
+def headers_to_fold(texts: dict[str, str], most: int = 450) -> list[str]:
+    """Return the CUDA headers that one source alone includes, and that would fit into it."""
+    included = {name: re.findall(r'^#include "(.+)"', text, re.MULTILINE) for name, text in texts.items()}
+    users = defaultdict(set)
+    for source in (name for name in texts if name.endswith(".cu")):
+        wanted = [source]
+        while wanted:
+            for header in included[wanted.pop()]:
+                if source not in users[header]:
+                    users[header].add(source)
+                    wanted.append(header)
+    lines = {name: text.count("\n") for name, text in texts.items()}
+    alone = {header: source for header, (source, *others) in users.items() if not others}
+    return sorted(header for header, source in alone.items() if lines[header] + lines[source] <= most)
+
+
+def test_a_header_serves_two_sources_or_keeps_one_short() -> None:
+    root = ROOT / "kernels" / "cuda"
+    texts = {path.relative_to(root).as_posix(): path.read_text() for path in root.rglob("*.cu*")}
+    assert headers_to_fold(texts) == []
+
+
+def test_headers_to_fold_are_found() -> None:
+    texts = {"a.cu": '#include "b.cuh"\n', "b.cuh": '#include "c.cuh"\n', "c.cuh": "\n", "d.cu": ""}
+    assert headers_to_fold(texts) == ["b.cuh", "c.cuh"]
+    assert headers_to_fold(texts, most=1) == []
+    assert headers_to_fold(texts | {"d.cu": '#include "c.cuh"\n'}) == ["b.cuh"]

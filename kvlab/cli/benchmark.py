@@ -84,7 +84,7 @@ def command(
     Example: kvlab benchmark packing --size 256MiB --threads 2 --output packing.json
     """
     from kvlab.lab.benchmark.baseline import Options
-    from kvlab.lab.benchmark.run import DEVICES, cases_of, run
+    from kvlab.lab.benchmark.run import CASES, cases_of, run
     from kvlab.lab.results import write
     from kvlab.lab.targets import Machine, machine
 
@@ -96,7 +96,7 @@ def command(
             f"figure={str(figure)!r}: attention, grouped and decode on cuda have one, not {case} on {device}"
         )
     if len(names) > 1:  # of several, those that run there
-        runs = [(name, on) for name, on in runs if on in DEVICES[name]]
+        runs = [(name, on) for name, on in runs if on in CASES[name]]
     threads = Options().threads if threads is None else threads
     options = Options(
         array_size, threads, repeats, device, release, baseline, context_lengths, seqlens, num_groups, config

@@ -10,6 +10,7 @@ import pytest
 from kvlab.lab.ablation import run as ablation
 from kvlab.lab.ablation.grid import MODELS, AblationCase, Geometry
 from kvlab.lab.ablation.unpacked import unpack_pages
+from kvlab.lab.benchmark.baseline import Options
 from kvlab.lab.benchmark.cache import benchmark_cache
 from kvlab.lab.on_gpu import attend_layers
 from kvlab.ops.packed import packed_attention
@@ -45,5 +46,5 @@ def test_a_model_reads_and_its_case_has_all_figures(packed: bool, monkeypatch: p
 
 
 def test_benchmark_of_caches() -> None:
-    rows = benchmark_cache(contexts=[512, 2048], repeats=5, device="cuda", num_layers=4)
+    rows = benchmark_cache(Options(contexts="512,2048", repeats=5, device="cuda", tiny=True))
     assert [row["backend"] for row in rows] == 2 * ["torch", "cuda", "cuda", "cuda"]

@@ -14,14 +14,16 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
+from kvlab.lab.benchmark.baseline import Options
 from kvlab.lab.results import Row
 from kvlab.ops.allocator import METHODS, Method, allocate
 from kvlab.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE, PageLayout
 
-__all__ = ["NOTE", "PAGES", "benchmark_allocator"]
+__all__ = ["NOTE", "benchmark_allocator"]
 
 NOTE = "ms: median of a call at the slowest budget; greedy over dp: loss against loss, at the worst budget"
 PAGES = 4096
+"""Of an instance."""
 ERROR_OF_WIDTH = {0: 1.0, 2: 0.117, 3: 0.0345, 4: 0.0095, 8: 3.5e-5, 16: 0.0}
 """Mean squared error of a standard normal variable at each width, by the best quantiser of that width."""
 LADDERS = ((2, 3, 4, 8, 16), (0, 2, 3, 4, 8), (0, 2, 4, 8, 16))
@@ -30,15 +32,8 @@ BUDGETS = (0.15, 0.2, 0.25, 0.3, 0.35, 0.5, 0.7)
 """Fractions of the bytes of the same tokens in fp16."""
 
 
-def benchmark_allocator(*, pages: int = PAGES, repeats: int = 15) -> list[Row]:
-    """Time all methods on instances with `pages` pages; one row per ladder, head dimension and importance.
-
-    Parameters
-    ----------
-    pages : int
-        Pages of an instance.
-    repeats : int
-        Calls a method is timed with at each budget; the median counts.
+def benchmark_allocator(options: Options) -> list[Row]:
+    """Time all methods, `repeats` calls at each budget; one row per ladder, head dimension and importance.
 
     Returns
     -------
@@ -54,11 +49,11 @@ def benchmark_allocator(*, pages: int = PAGES, repeats: int = 15) -> list[Row]:
 
     Examples
     --------
-    >>> rows = benchmark_allocator(pages=64, repeats=1)
+    >>> rows = benchmark_allocator(Options(repeats=1, tiny=True))
     >>> len(rows), rows[0]["ladder"], rows[0]["greedy_over_dp"] >= 1
     (18, '2,3,4,8,16', True)
     """
-    rng = np.random.default_rng(0)
+    rng, pages = np.random.default_rng(0), 64 if options.tiny else PAGES
     rows = []
     for ladder in LADDERS:
         for head_dim in (64, 128):
@@ -71,7 +66,7 @@ def benchmark_allocator(*, pages: int = PAGES, repeats: int = 15) -> list[Row]:
                     "importance": importance,
                     "pages": pages,
                 }
-                rows.append(row | _measure(loss, _page_bytes(ladder, head_dim), head_dim, repeats))
+                rows.append(row | _measure(loss, _page_bytes(ladder, head_dim), head_dim, options.repeats))
     return rows
 
 

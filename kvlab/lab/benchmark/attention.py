@@ -25,7 +25,7 @@ from kvlab.lab.results import Row
 from kvlab.lab.timing import time_in_turns
 from kvlab.lab.timing_gpu import time_by_events
 
-__all__ = ["CASES", "NOTE", "TINY_CASES", "Case", "benchmark_attention", "flops", "release_cases"]
+__all__ = ["CASES", "NOTE", "Case", "benchmark_attention", "flops", "release_cases"]
 
 NOTE = (
     "speedup: median over turns of the time of torch's attention, its faster backend on a GPU; cudnn, fa2, "
@@ -97,14 +97,13 @@ def flops(case: Case, head_dim: int, backward: bool) -> float:
     return 4.0 * case.batch * case.heads[0] * head_dim * seen * (2.5 if backward else 1.0)
 
 
-def benchmark_attention(cases: tuple[Case, ...], options: Options) -> list[Row]:
+def benchmark_attention(options: Options) -> list[Row]:
     """Time every case, forward and backward.
 
     Parameters
     ----------
-    cases : tuple of Case
     options : Options
-        `threads`, `repeats` and `device` count.
+        `threads`, `repeats`, `device` and `release` count.
 
     Returns
     -------
@@ -125,6 +124,7 @@ def benchmark_attention(cases: tuple[Case, ...], options: Options) -> list[Row]:
         import numba
         import torch
 
+    cases = TINY_CASES if options.tiny else release_cases(options.device) if options.release else CASES
     before = numba.get_num_threads(), torch.get_num_threads()
     numba.set_num_threads(min(options.threads, before[0]))
     torch.set_num_threads(options.threads)

@@ -26,7 +26,7 @@ class Options:
 
     release: long sequences too (attention). baseline, contexts (cache): one of its baselines or "all", and
     stored tokens, divided by commas. seqlens, num_groups, config (grouped): tokens (empty: by the device)
-    and groups, divided by commas, and a model's heads.
+    and groups, divided by commas, and a model's heads. tiny: shrink what no option names, for tests.
     """
 
     size: int = 256 * 2**20
@@ -39,6 +39,7 @@ class Options:
     seqlens: str = ""
     num_groups: str = "2"
     config: str = "llama3-8b"
+    tiny: bool = False
 
 
 def against_copy(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import csv
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from kvlab.errors import needs_extra
 from kvlab.lab import guard
 from kvlab.lab.ablation.grid import Geometry
 from kvlab.lab.ablation.unpacked import page_nbytes
+from kvlab.lab.benchmark.baseline import Options
 from kvlab.lab.benchmark.decode import (
     HEAD_DIM,
     NUM_HEADS_KV,
@@ -40,14 +41,14 @@ from kvlab.ops.attention import attention
 from kvlab.ops.packed import packed_attention
 from kvlab.pages import LayerPages
 from kvlab.registry import last_backend
+from kvlab.sizes import parse_size
 
-__all__ = ["BASELINES", "COMPARISON", "CONTEXTS", "NOTE", "benchmark_cache", "compare"]
+__all__ = ["BASELINES", "COMPARISON", "NOTE", "benchmark_cache", "compare"]
 
 NOTE = (
     "one new token over the cache of all layers; memory ratio: of float16; speedup: over fp16, where it ran"
 )
 NUM_LAYERS = 32
-CONTEXTS = (512, 1024, 2048, 4096, 8192)
 BASELINES = {"fp16": None, "uniform_8bit": "8", "uniform_4bit": "4", "mixed": "mixed, average 4"}
 """Each baseline and its key in `kvlab.lab.benchmark.decode.WIDTHS`; None: dense."""
 _RENAMED = {"smartkv_mixed": "mixed"}
@@ -56,25 +57,14 @@ COMPARISON = "benchmark_comparison.csv"
 _TOLERANCE = {"cpu": {"fp16": 5e-3, "packed": 1e-5}, "cuda": {"fp16": 1e-2, "packed": 1e-2}}
 
 
-def benchmark_cache(
-    baselines: Sequence[str] = tuple(BASELINES),
-    contexts: Sequence[int] = CONTEXTS,
-    *,
-    repeats: int = 15,
-    device: str = "cpu",
-    num_layers: int = NUM_LAYERS,
-) -> list[Row]:
+def benchmark_cache(options: Options) -> list[Row]:
     """Time a decode step's cache work.
 
     Parameters
     ----------
-    baselines : sequence of str
-        Keys of `BASELINES`. The older name "smartkv_mixed" means "mixed" and gives a DeprecationWarning.
-    contexts : sequence of int
-        Stored tokens, multiples of 64.
-    repeats : int
-    device : {"cpu", "cuda"}
-    num_layers : int
+    options : Options
+        `baseline`: a key of `BASELINES`, or "all". The older name "smartkv_mixed" means "mixed" and gives a
+        DeprecationWarning. `contexts`: multiples of 64. `repeats` and `device` count, too.
 
     Returns
     -------
@@ -92,11 +82,13 @@ def benchmark_cache(
 
     Examples
     --------
-    >>> rows = benchmark_cache(["fp16", "uniform_4bit"], [128], repeats=1, num_layers=1)
-    >>> [row["baseline"] for row in rows], rows[1]["memory_ratio"] < 0.3
-    (['fp16', 'uniform_4bit'], True)
+    >>> (row,) = benchmark_cache(Options(baseline="uniform_4bit", contexts="128", repeats=1, tiny=True))
+    >>> row["baseline"], row["memory_ratio"] < 0.3
+    ('uniform_4bit', True)
     """
-    baselines = _current_names(baselines)
+    baselines = [*BASELINES] if options.baseline == "all" else [_current_name(options.baseline)]
+    contexts = [parse_size(word, "contexts") for word in options.contexts.split(",")]
+    repeats, device, num_layers = options.repeats, options.device, 2 if options.tiny else NUM_LAYERS
     if unknown := set(baselines) - set(BASELINES):
         raise ValueError(f"baseline={min(unknown)!r} is unknown; known are {', '.join(BASELINES)}")
     rows: list[Row] = []
@@ -168,15 +160,15 @@ def compare(folder: Path) -> list[Row]:
     return rows
 
 
-def _current_names(baselines: Sequence[str]) -> list[str]:
-    """The names of baselines today, with a warning for each older one."""
-    for name in _RENAMED.keys() & set(baselines):
+def _current_name(name: str) -> str:
+    """The name of a baseline today, with a warning for an older one."""
+    if name in _RENAMED:
         warnings.warn(
             f"baseline={name!r} is now called {_RENAMED[name]!r}; the older name works for one version more",
             DeprecationWarning,
             stacklevel=3,
         )
-    return [_RENAMED.get(name, name) for name in baselines]
+    return _RENAMED.get(name, name)
 
 
 _Measured = tuple[Timing, str]

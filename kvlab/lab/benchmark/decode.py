@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from kvlab.arrays import numpy_dtype
 from kvlab.errors import needs_extra
+from kvlab.lab.benchmark.baseline import Options
 from kvlab.lab.results import Row
 from kvlab.lab.timing import time_in_turns
 from kvlab.ops.cpu.page_tokens import decode_tokens
@@ -32,7 +33,7 @@ from kvlab.reference.codec import hadamard
 from kvlab.reference.packed import element_channels
 from kvlab.reference.pages import STEP_SIZES, value_signs
 
-__all__ = ["CONTEXTS", "NOTE", "WIDTHS", "Mixed", "benchmark_decode"]
+__all__ = ["NOTE", "WIDTHS", "Mixed", "benchmark_decode"]
 
 NOTE = "speedup: median over turns of the time of torch's scaled_dot_product_attention, heads grouped"
 
@@ -53,31 +54,8 @@ WIDTHS: dict[str, Mixed] = {
 """What pages hold, by name."""
 
 
-def benchmark_decode(
-    *,
-    contexts: Sequence[int] = CONTEXTS,
-    widths: Sequence[str] = tuple(WIDTHS),
-    dtypes: Sequence[str] = ("float32", "bfloat16"),
-    repeats: int = 15,
-    threads: int | None = None,
-    seed: int = 0,
-) -> list[Row]:
-    """Time one decode step per context length, widths and dtype.
-
-    Parameters
-    ----------
-    contexts : sequence of int
-        Stored tokens, multiples of 64.
-    widths : sequence of str
-        Keys of `WIDTHS`.
-    dtypes : sequence of str
-        Of the query and of what torch attends, ``"float32"`` or ``"bfloat16"``.
-    repeats : int
-        Turns.
-    threads : int, optional
-        For both sides; what Numba uses if not given.
-    seed : int
-        Of queries and pages.
+def benchmark_decode(options: Options) -> list[Row]:
+    """Time one decode step per context length, widths and dtype of the query and of what torch attends.
 
     Returns
     -------
@@ -95,9 +73,9 @@ def benchmark_decode(
 
     Examples
     --------
-    >>> (row,) = benchmark_decode(contexts=[128], widths=["4"], dtypes=["float32"], repeats=1)
-    >>> row["context"], row["widths"], row["speedup"] > 0
-    (128, '4', True)
+    >>> rows = benchmark_decode(Options(repeats=1, tiny=True))
+    >>> rows[0]["context"], rows[0]["widths"], rows[0]["speedup"] > 0
+    (128, '2', True)
     """
     if "torch" not in sys.modules:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -106,15 +84,14 @@ def benchmark_decode(
     import numba
 
     before = numba.get_num_threads(), torch.get_num_threads()
-    count = threads or before[0]
-    rng = np.random.default_rng(seed)
+    contexts, count, rng = (128,) if options.tiny else CONTEXTS, options.threads, np.random.default_rng(0)
     try:
         numba.set_num_threads(count)
         torch.set_num_threads(count)
         rows = []
-        for context, name, dtype in itertools.product(contexts, widths, dtypes):
+        for context, name, dtype in itertools.product(contexts, WIDTHS, ("float32", "bfloat16")):
             row: Row = {"context": context, "widths": name, "dtype": dtype, "threads": count}
-            rows.append(row | _time(make_pages(rng, WIDTHS[name], context), dtype, rng, repeats))
+            rows.append(row | _time(make_pages(rng, WIDTHS[name], context), dtype, rng, options.repeats))
         return rows
     finally:
         numba.set_num_threads(before[0])

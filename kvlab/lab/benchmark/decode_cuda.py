@@ -13,18 +13,18 @@ behind them in a page and are not read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvlab.lab.benchmark.baseline import check
+from kvlab.lab.benchmark.baseline import Options, check
 from kvlab.lab.benchmark.device_pages import Mixture, Shape, attended_apart, draw_pages, relative_error
 from kvlab.lab.results import Row
 from kvlab.lab.timing_gpu import time_in_succession
 from kvlab.ops.cuda import packed as packed_cuda
-from kvlab.pages import QUAD, TOKENS_PER_PAGE, DevicePages
+from kvlab.pages import DevicePages
 
 __all__ = [
     "CONTEXTS",
@@ -59,19 +59,8 @@ _MAX_SETS = 128
 _CHECKED_TOKENS = 32_768  # longer sequences are not compared: the float64 attention takes too long
 
 
-def benchmark_decode(
-    *, contexts: Sequence[int] = CONTEXTS, ladders: Sequence[str] = tuple(LADDERS), repeats: int = 50
-) -> list[Row]:
-    """Time a decode step at batch 1, 32 query heads, 8 KV heads of 128 channels.
-
-    Parameters
-    ----------
-    contexts : sequence of int
-        Stored tokens, multiples of 64.
-    ladders : sequence of str
-        Keys of `LADDERS`.
-    repeats : int
-        Replays that are timed.
+def benchmark_decode(options: Options) -> list[Row]:
+    """Time a decode step at batch 1, 32 query heads, 8 KV heads of 128 channels, by `repeats` replays.
 
     Returns
     -------
@@ -81,24 +70,19 @@ def benchmark_decode(
 
     Raises
     ------
-    ValueError
-        If a context is no multiple of 64.
     RuntimeError
         If a result is wrong.
     """
     import torch
 
-    for context in contexts:
-        if context <= 0 or context % (QUAD * TOKENS_PER_PAGE):
-            raise ValueError(f"contexts must be multiples of {QUAD * TOKENS_PER_PAGE} tokens, got {context}")
     bandwidth = read_bandwidth()
     rows = []
-    for context in contexts:
+    for context in (128,) if options.tiny else CONTEXTS:
         shape = Shape(1, context)
-        dense = time_dense(shape, repeats)
+        dense = time_dense(shape, options.repeats)
         fastest = min(dense, key=lambda name: dense[name])
-        for name in ladders:
-            packed = time_packed(shape, LADDERS[name], repeats)
+        for name, ladder in LADDERS.items():
+            packed = time_packed(shape, ladder, options.repeats)
             floor = 1e6 * packed["bytes"] / bandwidth
             rows.append(
                 {

@@ -17,6 +17,7 @@ import numpy as np
 from kvlab.engine import Decoder
 from kvlab.engine.geometry import published
 from kvlab.engine.weights import Weights, draw, from_seed
+from kvlab.lab.benchmark.baseline import Options
 from kvlab.lab.benchmark.decode_cuda import read_bandwidth
 from kvlab.lab.results import Row
 
@@ -40,16 +41,8 @@ TINY = (("pythia-14m", 2, 32),)
 DTYPE = "float16"
 
 
-def benchmark_engine(cases: tuple[tuple[str, int, int], ...], *, device: str, tokens: int = 200) -> list[Row]:
-    """Time decoding; one row for each case.
-
-    Parameters
-    ----------
-    cases : tuple of (str, int, int)
-        As `CASES`.
-    device : {"cpu", "cuda"}
-    tokens : int
-        Tokens of the stream.
+def benchmark_engine(options: Options) -> list[Row]:
+    """Time decoding; one row for each case of a device.
 
     Returns
     -------
@@ -63,11 +56,12 @@ def benchmark_engine(cases: tuple[tuple[str, int, int], ...], *, device: str, to
 
     Examples
     --------
-    >>> (row,) = benchmark_engine(TINY, device="cpu", tokens=3)
+    >>> (row,) = benchmark_engine(Options(tiny=True))
     >>> row["model"], row["us"] > 0
     ('pythia-14m', True)
     """
-    rows = []
+    device, rows = options.device, []
+    cases, tokens = (TINY, 3) if options.tiny else (CASES[device], 200 if device == "cuda" else 32)
     for (name, batch), group in itertools.groupby(cases, key=lambda case: case[:2]):
         contexts = [context for _, _, context in group]
         weights = from_seed(name, 0, DTYPE) if device == "cpu" else repeated(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,16 @@ from typer.testing import CliRunner
 
 from kvlab import cli
 from kvlab.lab.benchmark import cache as module
+from kvlab.lab.benchmark.baseline import Options
 from kvlab.lab.benchmark.cache import BASELINES, benchmark_cache
 from kvlab.lab.timing import Timing
 
 RUNNER = CliRunner()
+SMALL = Options(contexts="128", repeats=1, tiny=True)
 
 
 def test_four_baselines_are_compared_by_context() -> None:
-    rows = benchmark_cache(contexts=[128, 256], repeats=2, num_layers=2)
+    rows = benchmark_cache(replace(SMALL, contexts="128,256", repeats=2))
     assert [row["baseline"] for row in rows] == [*BASELINES, *BASELINES]
     ratio = {row["baseline"]: float(row["memory_ratio"] or 0) for row in rows}
     assert ratio["fp16"] == 1
@@ -28,10 +31,10 @@ def test_four_baselines_are_compared_by_context() -> None:
     for row in rows:
         assert float(row["throughput_tps"] or 0) == pytest.approx(1e3 / float(row["avg_latency_ms"] or 0))
         assert (row["speedup"] == 1) == (row["baseline"] == "fp16")
-    (alone,) = benchmark_cache(["uniform_8bit"], [128], repeats=1, num_layers=1)
+    (alone,) = benchmark_cache(replace(SMALL, baseline="uniform_8bit"))
     assert alone["speedup"] is None
     with pytest.raises(ValueError, match="baseline='int8' is unknown"):
-        benchmark_cache(["int8"], [128])
+        benchmark_cache(replace(SMALL, baseline="int8"))
 
 
 def test_wrong_and_impossible_results_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,10 +47,10 @@ def test_wrong_and_impossible_results_are_refused(monkeypatch: pytest.MonkeyPatc
     with monkeypatch.context() as patch:
         patch.setattr(module, "packed_attention", shifted)
         with pytest.raises(RuntimeError, match="it was not timed"):
-            benchmark_cache(["uniform_4bit"], [128], repeats=1, num_layers=1)
+            benchmark_cache(replace(SMALL, baseline="uniform_4bit"))
     monkeypatch.setattr(module, "time_in_turns", lambda calls, repeats: {"layers": Timing((1e-9,))})
     with pytest.raises(RuntimeError, match="did not do the work"):
-        benchmark_cache(["uniform_4bit"], [128], repeats=1, num_layers=1)
+        benchmark_cache(replace(SMALL, baseline="uniform_4bit"))
 
 
 def test_files_of_single_baselines_are_joined(tmp_path: Path) -> None:
@@ -70,7 +73,7 @@ def test_files_of_single_baselines_are_joined(tmp_path: Path) -> None:
 
 def test_the_old_name_of_the_mixed_baseline_works_with_a_warning(tmp_path: Path) -> None:
     with pytest.warns(DeprecationWarning, match="baseline='smartkv_mixed' is now called 'mixed'"):
-        (row,) = benchmark_cache(["smartkv_mixed"], [128], repeats=1, num_layers=1)
+        (row,) = benchmark_cache(replace(SMALL, baseline="smartkv_mixed"))
     assert row["baseline"] == "mixed"
     names = ("context_length", "baseline", "avg_latency_ms", "throughput_tps", "allocated_gb")
     for name, latency in (("smartkv_mixed", 1), ("mixed", 2)):

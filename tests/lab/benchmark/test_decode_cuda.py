@@ -78,7 +78,7 @@ def test_the_command_draws_decode_on_cuda_only(tmp_path: Path, monkeypatch: pyte
 
     with pytest.raises(ValueError, match="decode on cuda have one, not decode on cpu"):
         command("decode", figure=tmp_path / "out.png")
-    monkeypatch.setitem(benchmark.CASES, "decode", lambda _: benchmark.Measured(rows()))
+    monkeypatch.setattr("kvlab.lab.benchmark.decode_cuda.benchmark_decode", lambda _: rows())
     monkeypatch.setattr(benchmark.targets, "machine", lambda _: None)
     command("decode", device="cuda", figure=tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.png", "out.svg"]

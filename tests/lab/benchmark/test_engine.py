@@ -8,10 +8,11 @@ import pytest
 
 from kvlab.engine import Decoder
 from kvlab.lab.benchmark import engine
+from kvlab.lab.benchmark.baseline import Options
 
 
 def test_figures_fit_together() -> None:
-    (row,) = engine.benchmark_engine(engine.TINY, device="cpu", tokens=3)
+    (row,) = engine.benchmark_engine(Options(tiny=True))
     assert row["tokens/s"] == pytest.approx(row["batch"] / row["us"] * 1e6)
     read = row["GB/s"] * 1e9 * row["us"] / 1e6
     geometry = Decoder.from_config("pythia-14m", layers=1).geometry
@@ -26,4 +27,4 @@ def test_a_wrong_decoder_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Decoder, "step", wrong)
     with pytest.raises(RuntimeError, match="other logits"):
-        engine.benchmark_engine(engine.TINY, device="cpu", tokens=3)
+        engine.benchmark_engine(Options(tiny=True))
