@@ -4,7 +4,7 @@ A model calls `step` once a layer: the new queries attend every stored token, st
 and the new tokens exactly and causally; then the new tokens are stored. While the bytes last, tokens stay at
 the highest rung; when a page is needed that does not fit, the least important tokens of the row are demoted.
 
-What lies where: options.py (options, and bytes a row may take), layers.py (what is fixed of a layer; widths:
+What lies where: options.py, budget.py (bytes a row may take), layers.py (what is fixed of a layer; widths:
 kvlab/ladder.py, frames of keys: kvlab/ops/frame.py, key_frames.py), importance.py (scores),
 runner.py (steps and their checks), step.py and prefill.py (steps of few and of many tokens), waiting.py
 (tokens that wait for their frame), launches.py (a step's launches), store.py (pages and tables, beams,

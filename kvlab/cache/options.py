@@ -1,52 +1,32 @@
-"""Options of a cache, each listed here and nowhere else, their checks, and the byte budget.
+"""Options of a cache, each listed here and nowhere else, and their checks.
 
 The fields are the signature of `MixedPrecisionCache`, whose docstring says what they mean, and what a saved
 cache is made from again.
-
-An absolute budget (`"6GiB"`, an int) is a cap on all live buffers of the cache. A relative one (`0.35`,
-`"35%"`, `"4.25bpe"`) is a fraction of the bytes that a float16 cache would take at
-`max(present length, plan_length)`, so that it grows with the sequence; 1 bpe is a sixteenth. Either way each
-row owns 1/batch of it, so that a row never depends on its batch mates. Layers get equal shares, but one with
-a sliding window counts no more tokens than it keeps. `Limit` is the budget of one cache: it says which
-lengths fit, and refuses the others.
 """
 
 from __future__ import annotations
 
-import re
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, MISSING, dataclass, fields
-from functools import lru_cache, partial, wraps
+from functools import wraps
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.arguments import LONGEST, check_device, check_names, choice, number, shown, whole_number
+from kvlab.arguments import LONGEST, check_device, check_names, choice, number, whole_number
 from kvlab.arrays import Array, dtype_name
+from kvlab.cache.budget import parse_budget
 from kvlab.cache.importance import Importance, UpdateFunction
-from kvlab.cache.layers import Layer
-from kvlab.errors import BudgetError
 from kvlab.ladder import BITS, Bits, default_bits
 from kvlab.ops.allocator import METHODS, Method
 from kvlab.ops.key_frames import KeyFrames
 from kvlab.ops.layer_state import WAITING_PAGES
-from kvlab.ops.plan import reach_of
 from kvlab.pages import TOKENS_PER_PAGE
-from kvlab.sizes import parse_size
 from kvlab.torch_compile import opaque
 from kvlab.views import to_numpy_view
 
-__all__ = [
-    "Budget",
-    "CacheOptions",
-    "Limit",
-    "RowBudgets",
-    "Settings",
-    "parse_budget",
-    "row_numbers",
-]
+__all__ = ["CacheOptions", "Settings", "row_numbers"]
 
 Rotary = Sequence[float] | Sequence[Sequence[float]] | None
 DTYPES = ("float16", "bfloat16", "float32")
@@ -285,227 +265,3 @@ def row_numbers(rows: Array, batch: int, keep_size: bool = False) -> NDArray[np.
     if len(outside):
         raise ValueError(f"rows names row {outside[0]}; this batch has rows 0 to {batch - 1}")
     return numbers.astype(np.int64)
-
-
-# ---- the byte budget ---------------------------------------------------------------------------------------
-
-_UNITS = {"bpe": (16, "bits per element"), "%": (100, "per cent of float16's bytes")}
-MAX_FRACTION = 16
-"""Larger ones were meant as bytes: pages of 32 bits take twice those of float16, open pages little more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """A parsed budget; exactly one of `nbytes` and `fraction` is set, or neither: no limit."""
-
-    nbytes: int | None = None
-    fraction: float | None = None
-
-
-def parse_budget(budget: float | int | str | None) -> Budget:
-    """Parse a budget as users write it.
-
-    Examples
-    --------
-    >>> parse_budget("6GiB").nbytes, parse_budget(0.35).fraction, parse_budget("4bpe").fraction
-    (6442450944, 0.35, 0.25)
-    >>> parse_budget("30%").fraction
-    0.3
-    >>> parse_budget(None)
-    Budget(nbytes=None, fraction=None)
-    """
-    if budget is None:
-        return Budget()
-    number: Any = budget
-    if isinstance(number, (np.integer, np.floating)):
-        budget = number.item()
-    if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
-        raise TypeError(
-            f"budget={shown(budget)} must be a fraction, bytes, a string such as '6GiB' or '4.25bpe', or None"
-        )
-    unit = re.search("(bpe|%)$", budget.strip().lower()) if isinstance(budget, str) else None
-    if isinstance(budget, str) and unit:
-        text, (whole, what) = budget.strip()[: unit.start()], _UNITS[unit[0]]
-        try:
-            fraction = float(text) / whole
-        except ValueError:
-            raise ValueError(f"budget={budget!r}: {text!r} is no number of {what}") from None
-    elif isinstance(budget, float):
-        fraction = budget
-    else:
-        try:
-            nbytes = parse_size(budget, "budget")
-        except ValueError as error:
-            raise ValueError(
-                f"{error}; or a fraction of float16's bytes, 0.35 or '35%', bits per element, '4.25bpe', "
-                "or None"
-            ) from None
-        if nbytes <= 0:
-            raise ValueError(f"budget={budget!r} must be positive")
-        return Budget(nbytes=nbytes)
-    if not 0 < fraction < float("inf"):
-        raise ValueError(f"budget={budget!r} must be positive and finite")
-    if fraction > MAX_FRACTION:
-        raise ValueError(
-            f"budget={budget!r} is a fraction of float16's bytes; no cache takes {MAX_FRACTION} times as "
-            "many. Write a number of bytes as a whole number or with a unit: 500_000, '6GiB'"
-        )
-    return Budget(fraction=fraction)
-
-
-RowBudgets = Sequence[int] | None
-"""Bytes that a row may take in each layer; None: no limit."""
-_FAR = 1024
-"""Among so many more tokens a length that fits is looked for where not all from some length on do."""
-
-
-@lru_cache(maxsize=64)  # layers are often the same
-def _smallest_nbytes(layer: Layer, seqlen: int, rewind: int) -> int:
-    return layer.smallest_nbytes(seqlen, rewind)
-
-
-class Limit:
-    """The budget of one cache, for rows of any length.
-
-    A relative budget never gives a row less than an empty one takes; an absolute one that does is refused.
-    Shares of an absolute one are in proportion to the tokens that layers keep, when there are `max_seqlen` of
-    them, or else `plan_length`.
-
-    Parameters
-    ----------
-    options : CacheOptions
-    layers : sequence of Layer
-
-    Raises
-    ------
-    BudgetError
-        If not even an empty cache fits.
-    """
-
-    def __init__(self, options: CacheOptions, layers: Sequence[Layer]) -> None:
-        self.budget = parse_budget(options.budget)
-        self._layers, self.rewind, self._plan_length = layers, options.rewind, options.plan_length
-        self._residual = options.residual
-        self._fixed_nbytes = layers[0].store.fixed_nbytes  # of a row without tokens, in any layer
-        self._fp16_token, self._windows = 2 * 2 * options.num_heads_kv * options.head_dim, options.windows
-        longest = max(options.max_seqlen or options.plan_length, 1)
-        self._layer_tokens = [min(longest, window or longest) for window in self._windows]
-        if not self._holds_rows(options.batch):
-            needed = self._empty_nbytes(options.batch)
-            raise BudgetError(
-                f"budget={options.budget!r} is {self.budget.nbytes} bytes and an empty cache takes {needed} "
-                "already. Write a fraction of float16's bytes as 0.3 or '30%', bits per element as '4bpe', "
-                "bytes with a unit, '8MiB'",
-                needed_bytes=needed,
-            )
-
-    def row_budgets(self, seqlen: int, batch: int) -> RowBudgets:
-        """Bytes that one row may take in each layer at a length; None: no limit."""
-        if self.budget.nbytes is not None:
-            of_row, whole = self.budget.nbytes // max(batch, 1), sum(self._layer_tokens)
-            return [of_row * tokens // whole for tokens in self._layer_tokens]
-        if self.budget.fraction is None:
-            return None
-        length, fraction = max(seqlen, self._plan_length), self.budget.fraction
-        given = {}  # layers are often alike
-        for window in set(self._windows):
-            tokens = min(length, reach_of(window, self.rewind) or length)
-            given[window] = max(int(fraction * (self._fp16_token * tokens)), self._fixed_nbytes)
-        return [given[window] for window in self._windows]
-
-    def smallest_nbytes(self, seqlen: int) -> int:
-        """Bytes of a row, in all layers by their shares, with which so many tokens fit for certain."""
-        return self._row_nbytes([self._smallest(layer, seqlen) for layer in range(len(self._layers))])
-
-    def _row_nbytes(self, needed: Sequence[int]) -> int:
-        """Bytes of which every layer's share is what it needs."""
-        whole = sum(self._layer_tokens)
-        return max(-(-n * whole // tokens) for n, tokens in zip(needed, self._layer_tokens, strict=True))
-
-    def _smallest(self, layer: int, seqlen: int) -> int:
-        """Bytes with which a row does, however its tokens come, at the lowest widths."""
-        return _smallest_nbytes(self._layers[layer], seqlen, self.rewind)
-
-    def check(self, seqlen: int, batch: int) -> None:
-        """Refuse rows of a length that do not fit for certain, with BudgetError."""
-        budgets = self.row_budgets(seqlen, batch) or ()
-        kinds = set(zip(self._layers, budgets, strict=False))  # layers are often alike
-        if any(_smallest_nbytes(layer, seqlen, self.rewind) > given for layer, given in kinds):
-            raise self._refusal(seqlen, batch)
-
-    def _short(self, seqlen: int, batch: int) -> list[tuple[int, int]]:
-        """Layers that so many tokens do not fit, and the bytes that they have for a row."""
-        budgets = self.row_budgets(seqlen, batch)
-        return [
-            (layer, given)
-            for layer, given in enumerate(budgets or ())
-            if self._smallest(layer, seqlen) > given
-        ]
-
-    def _refusal(self, seqlen: int, batch: int) -> BudgetError:
-        """The error for a length that does not fit: it names lengths that do, and the bytes needed."""
-        rows, fraction = max(batch, 1), self.budget.fraction
-        needed, given = self.smallest_nbytes(seqlen) * rows, sum(self.row_budgets(seqlen, batch) or ()) * rows
-        of_rows = "" if batch == 1 else f" in each of {batch} rows"
-        fault = f"{seqlen} tokens{of_rows} need at least {needed} bytes at the lowest widths and the "
-        if not self._holds_rows(batch):
-            return BudgetError(
-                f"{fault}budget gives {given}; so many rows take {self._empty_nbytes(batch)} without any "
-                "token. Raise the budget or keep fewer rows",
-                needed_bytes=needed,
-            )
-        low, budget = self._longest(seqlen, batch), "budget"
-        longest = f"the longest length that fits is {low}"
-        if fraction is not None:
-            if enough := self._enough(seqlen, batch):
-                budget = f"budget or plan_length (to {enough})"
-            if high := self._shortest(seqlen, enough or seqlen + self._residual + _FAR, batch):
-                longest = (
-                    f"the longest length that fits below {seqlen} is {low}, the shortest above is {high}"
-                )
-        return BudgetError(
-            f"{fault}budget gives {given}; {longest}. Raise the {budget}, add a lower width to bits (with a "
-            "width 0 the least important tokens are dropped) or shorten the sequence",
-            needed_bytes=needed,
-            longest_length=low,
-        )
-
-    def _longest(self, seqlen: int, batch: int) -> int:
-        """The longest length up to one that fits; what a relative budget gives it bounds all shorter ones."""
-        while seqlen > 0 and (short := self._short(seqlen, batch)):
-            seqlen = min(
-                bisect_right(range(seqlen), given, key=partial(self._smallest, layer)) - 1
-                for layer, given in short
-            )
-        return seqlen
-
-    # A page takes the same bytes however full it is and a relative budget grows with each token, so a length
-    # may be refused and longer ones fit.
-
-    def _tokens_for(self, seqlen: int, layers: Iterable[int]) -> int:
-        """How many tokens a relative budget counts where it gives layers what a length takes."""
-        of_token = (self.budget.fraction or 0) * self._fp16_token
-        return max(int(self._smallest(layer, seqlen) / of_token) for layer in layers)
-
-    def _shortest(self, seqlen: int, end: int, batch: int) -> int:
-        """The shortest length of `seqlen` to `end` that fits; 0: there is none."""
-        while seqlen <= end and (short := self._short(seqlen, batch)):
-            seqlen = max(seqlen + 1, self._tokens_for(seqlen, (layer for layer, _ in short)))
-        return seqlen if seqlen <= end else 0
-
-    def _enough(self, seqlen: int, batch: int) -> int:
-        """The `plan_length` with which every length fits, where such a one does not; 0: there is none."""
-        begins = range(self._residual + 1, LONGEST, TOKENS_PER_PAGE)  # of pages; there most bytes are missing
-        if self._short(begins[-1], batch):
-            return 0
-        fitting = bisect_left(begins, True, key=lambda n: not self._short(n, batch))
-        last = max(seqlen, self._residual, begins[fitting] - TOKENS_PER_PAGE)  # that is refused
-        return self._tokens_for(last, range(len(self._layers))) + 1
-
-    def _holds_rows(self, batch: int) -> bool:
-        """Whether rows without tokens fit."""
-        budgets = self.row_budgets(0, batch)
-        return budgets is None or min(budgets) >= self._fixed_nbytes
-
-    def _empty_nbytes(self, batch: int) -> int:
-        return self._row_nbytes([self._fixed_nbytes] * len(self._layers)) * max(batch, 1)

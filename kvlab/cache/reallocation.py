@@ -27,7 +27,8 @@ from kvlab.ops.plan import (
 from kvlab.pages import QUAD, TOKENS_PER_PAGE
 
 if TYPE_CHECKING:
-    from kvlab.cache.options import RowBudgets, Settings
+    from kvlab.cache.budget import RowBudgets
+    from kvlab.cache.options import Settings
     from kvlab.cache.store import DeviceStore
 
 __all__ = ["LOOKAHEAD", "Reallocator"]

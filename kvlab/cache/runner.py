@@ -14,13 +14,14 @@ import numpy as np
 from kvlab.arguments import LONGEST, number, whole_number
 from kvlab.arrays import Array, ArrayT, device_of
 from kvlab.cache import prefill
+from kvlab.cache.budget import Limit
 from kvlab.cache.contents import contents_of, fill
 from kvlab.cache.cpu import CPU
 from kvlab.cache.cuda import GPU
 from kvlab.cache.importance import observed_by
 from kvlab.cache.launches import keep_launches, launch_again
 from kvlab.cache.layers import Layer, LayerFormat
-from kvlab.cache.options import CacheOptions, Limit
+from kvlab.cache.options import CacheOptions
 from kvlab.cache.step import DeviceCache
 from kvlab.device import translated_out_of_memory
 from kvlab.ladder import Ladder, parse_bits
@@ -61,7 +62,10 @@ class Runner(CacheOptions):
                 replace(layer, frame=self.frames.of_layer(i, in_blocks=layer.store.in_blocks))
                 for i, layer in enumerate(layers)
             ]
-        limit = Limit(self, layers)
+        limit = Limit(
+            self.budget, layers, batch=self.batch, plan_length=self.plan_length, max_seqlen=self.max_seqlen,
+            rewind=self.rewind,
+        )  # fmt: skip
         if self.max_seqlen is not None:
             limit.check(self.max_seqlen, self.batch)
         self._layers, self._limit = layers, limit

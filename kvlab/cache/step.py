@@ -30,7 +30,8 @@ from kvlab.ops.plan import first_seen
 from kvlab.views import CudaView
 
 if TYPE_CHECKING:
-    from kvlab.cache.options import RowBudgets, Settings
+    from kvlab.cache.budget import RowBudgets
+    from kvlab.cache.options import Settings
 
 __all__ = ["DeviceCache", "RowBudgetsOf"]
 

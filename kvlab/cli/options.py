@@ -83,7 +83,7 @@ def fraction(budget: str | float) -> float:
     >>> fraction("0.3"), fraction("30%"), fraction("4bpe")
     (0.3, 0.3, 0.25)
     """
-    from kvlab.cache.options import MAX_FRACTION, parse_budget
+    from kvlab.cache.budget import MAX_FRACTION, parse_budget
 
     try:
         number: str | float = float(budget)

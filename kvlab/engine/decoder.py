@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arguments import check_names, whole_number
+from kvlab.cache.budget import parse_budget
 from kvlab.cache.cache import MixedPrecisionCache
-from kvlab.cache.options import parse_budget
 from kvlab.engine.cpu import CpuExecutor
 from kvlab.engine.folder import config_of, load_model, sizes_of
 from kvlab.engine.geometry import Geometry, published

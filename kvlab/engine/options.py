@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvlab.arguments import check_device, check_names, choice, whole_number
-from kvlab.cache.options import parse_budget
+from kvlab.cache.budget import parse_budget
 from kvlab.device import gpus, gpus_missing_because
 from kvlab.engine.geometry import Geometry
 from kvlab.engine.gpu import PLANS

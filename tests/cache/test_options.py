@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kvlab import BudgetError, MixedPrecisionCache
-from kvlab.cache.options import parse_budget
+from kvlab.cache.budget import parse_budget
 from kvlab.integrations.transformers import KVLabCache
 from tests.integrations.models import CONFIGS
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.cache.options import parse_budget
+from kvlab.cache.budget import parse_budget
 from kvlab.ladder import parse_bits
 from kvlab.ops.cpu.exact import attend_exact
 from kvlab.ops.frame import FIRST, LAST, MIN_TOKENS, key_mean
