@@ -10,13 +10,14 @@ The first pass takes items of 8 panels of query rows, as the forward does, and g
 items of 4 tiles of keys, and gives dk and dv, summed in float32 over the rows of all heads that read the KV
 head. Both compute p and slope, which makes 7 products instead of 5; but nothing is added from two threads, no
 sum waits in memory beyond scratch, and no row depends on its batch mates. Panels and tiles are those of
-cpu/tiles.py. Scratch memory of a thread at head_dim 128: 350 KiB in the first pass, 620 KiB in the second.
+cpu/tiles.py. Scratch memory of a thread at head_dim 128: 450 KiB in the first pass, 620 KiB in the second.
 
 `lse` and `out` may be those of more keys than there are here: then the gradients are those of this part.
 
 `out` was rounded, and the slopes of all keys of a row get what delta lost by that. Slopes of equal keys add
 up to 0, so their dq would be nothing else. Where a tile holds all keys of a row, delta therefore is the mean
-of <dout, v> by its weights, if rounding explains the difference.
+of <dout, v> by its weights, if rounding explains the difference. In float32 it is corrected over several
+tiles, too, at the end of the first pass, and dq for what large weights made of it (`_correct_dpsum`).
 """
 
 import numpy as np
