@@ -1,6 +1,6 @@
 """Count the lines of `kvlab` and `kernels` by what they are for, as docs/lines.md has them.
 
-    python benchmarks/lines.py
+    python docs/lines.py
 
 Left out are the engine, context parallelism, grouped attention and lists of tiles, as in CONTRIBUTING.md. A
 line is blank, of an import, of a comment or docstring, or else code.
