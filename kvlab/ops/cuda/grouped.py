@@ -105,7 +105,7 @@ def attend(call: GroupedCall, arrays: GroupedArrays, addresses: Sequence[int]) -
 def _nothing_seen(call: GroupedCall) -> tuple[list[Any], list[Any]]:
     """Return outs of 0 and lses of -inf: of no rows, or of no keys."""
     heads, dim = call.sizes["Hq"], call.sizes["D"]
-    shapes = [((n, heads, dim), call.dtype) for n in call.rows]
+    shapes: list[tuple[tuple[int, ...], str]] = [((n, heads, dim), call.dtype) for n in call.rows]
     shapes += [((heads, n), "float32") for n in call.rows]
     found, _ = allocator(call.kinds[0], *shapes)()
     for i, x in enumerate(found):
