@@ -184,8 +184,7 @@ class _PortableAttention:
         q, k, v, *bounds = addresses
         with self._lock:
             _kept, at, _, _ = self._lists.get(bounds, stream) if self._lists else (None, 0, 0, False)
-            self._launches.write(stream, q, k, v, out, lse, at)
-            self._launches.run()
+            self._launches.run(stream, q, k, v, out, lse, at)
 
 
 @dataclass(frozen=True)
