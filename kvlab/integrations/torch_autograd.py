@@ -246,7 +246,8 @@ class _Recorded(torch.autograd.Function):
         call, addresses = known or _call_of(calls.forward, tensors)
         out, lse = forward.compute(call, addresses, tensors, True)
         ctx.calls = calls
-        ctx.save_for_backward(q, k, v, out, lse, *bounds)
+        # To save the output of a node itself costs its backward a new tensor. This one knows of changes, too.
+        ctx.save_for_backward(q, k, v, out.detach(), lse, *bounds)
         if not return_lse:
             return out  # type: ignore[no-any-return]
         ctx.mark_non_differentiable(lse)
