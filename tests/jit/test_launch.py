@@ -206,6 +206,47 @@ def test_launches_in_turn_come_behind_the_values_of_the_call(driver: Driver, hel
         assert driver.arguments == [CALL.pack(out=value).tobytes() for value in values]
 
 
+def test_a_value_is_written_to_several_places_and_more_is_added(driver: Driver) -> None:
+    arguments = [np.zeros(1, CALL.dtype) for _ in range(3)]
+    first, second, third = (addresses_of(x, [CALL.word("out")])[0] for x in arguments)
+    run = PreparedLaunches(list(map(prepared, arguments)), [[(first, 0), (third, 64)], second, []]).run
+    run(77, 1 << 40, 5, 9)
+    assert driver.arguments == [CALL.pack(out=value).tobytes() for value in (1 << 40, 5, (1 << 40) + 64)]
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ((77,), TypeError), ((), TypeError), ((77, 1, 2), TypeError), ((77, "1"), TypeError),
+        ((77, None), TypeError), ((77, -1), OverflowError), ((77, 1 << 64), OverflowError),
+    ],
+)  # fmt: skip
+def test_wrong_values_launch_nothing(driver: Driver, given: tuple[Any, ...], error: type[Exception]) -> None:
+    argument = np.zeros(1, CALL.dtype)
+    run = PreparedLaunches([prepared(argument)], addresses_of(argument, [CALL.word("out")])).run
+    for _ in range(2):
+        with pytest.raises(error):
+            run(*given)
+    assert driver.arguments == []
+    run(77, (1 << 64) - 1)
+    assert driver.arguments == [CALL.pack(out=(1 << 64) - 1).tobytes()]
+
+
+def test_launches_leave_no_reference_behind(driver: Driver) -> None:
+    argument = np.zeros(1, CALL.dtype)
+    run = PreparedLaunches([prepared(argument)], addresses_of(argument, [CALL.word("out")])).run
+    value, wrong = 1 << 50, object()
+    before = sys.getrefcount(value), sys.getrefcount(wrong), sys.getrefcount(None), sys.getrefcount(run)
+    for _ in range(1000):
+        run(77, value)
+        driver.arguments.clear()
+        driver.configured.clear()
+        with pytest.raises(TypeError):
+            run(77, wrong)
+    after = sys.getrefcount(value), sys.getrefcount(wrong), sys.getrefcount(None), sys.getrefcount(run)
+    assert all(abs(x - y) < 500 for x, y in zip(before, after, strict=True))
+
+
 def test_a_grid_of_nothing_is_left_out(driver: Driver) -> None:
     none = PreparedLaunch(prepared().kernel, (0, 2), (128,), np.zeros(1, CALL.dtype))
     none(77)
