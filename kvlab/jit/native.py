@@ -225,7 +225,7 @@ class Table:
         )  # fmt: skip
         self._words, compiled = words, _compiled()
         self.run_from = partial(compiled.run_from, words.ctypes.data)
-        self.run = compiled.function_of((words.ctypes.data, go_on, words, written, launched))
+        self.run = compiled.function_of((words.ctypes.data, go_on, words, written, launched, compiled))
 
     def written(self) -> list[int]:
         """Return the stream and the values that a run was given last."""
@@ -258,7 +258,8 @@ def allows_cluster(kernel: int, config: int) -> bool:
 
 class _Compiled(NamedTuple):
     run_from: Callable[[int, int], int]
-    function_of: Callable[[tuple[Any, ...]], Callable[..., None]]  # the run of a table, given its self
+    function_of: Callable[[tuple[Any, ...]], Callable[..., None]]
+    """Returns the run of a table, given its self, which must hold this object."""
     library: Any  # which holds the code
 
 
