@@ -23,7 +23,7 @@ from kvlab.device import compute_capability
 from kvlab.errors import needs_extra
 from kvlab.jit.build import Built, arch_of, build
 from kvlab.jit.cubin import Resources, read_resources
-from kvlab.jit.native import HELD, Place, Table, allows_cluster
+from kvlab.jit.native import HELD, Table, Target, allows_cluster
 from kvlab.jit.numba import build_numba
 
 __all__ = [
@@ -252,7 +252,7 @@ class PreparedLaunches:
     Parameters
     ----------
     launches : sequence of PreparedLaunch
-    places : sequence of Place
+    targets : sequence of Target
         Where in arguments the values of a call are written, one for each.
 
     Attributes
@@ -263,9 +263,9 @@ class PreparedLaunches:
         Write values and launch, given a stream and the values; not in two threads at once.
     """
 
-    def __init__(self, launches: Sequence[PreparedLaunch], places: Sequence[Place]) -> None:
-        self.launches, self._places = launches, places
-        self._table = Table([launch.row for launch in launches if launch.row], places, self._go_on)
+    def __init__(self, launches: Sequence[PreparedLaunch], targets: Sequence[Target]) -> None:
+        self.launches = launches
+        self._table = Table([launch.row for launch in launches if launch.row], targets, self._go_on)
         self.run = self._table.run
 
     def _go_on(self, failed: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["HELD", "Place", "Table", "allows_cluster", "hold", "launch_function"]
+__all__ = ["HELD", "Table", "Target", "allows_cluster", "hold", "launch_function"]
 
 _CONFIG_STREAM = 32
 """Where a ``CUlaunchConfig`` has its stream, in bytes."""
@@ -31,13 +31,13 @@ HELD = (1 << 64) - 1
 
 _held = np.zeros(1, np.uint64)
 
-Place = int | Sequence[tuple[int, int]]
+Target = int | Sequence[tuple[int, int]]
 """Where a value is written: the address of a word of 8 bytes, or several and what is added at each."""
 
-# A table is words of 8 bytes: the driver's cuLaunchKernelEx; numbers of values, places and launches; where
-# places and launches are; the stream; the values. A place is the address of a word, the number of its value,
-# and what is added to it. A launch is the address of its CUlaunchConfig, the kernel, and the address of the
-# addresses of its parameters.
+# A table is words of 8 bytes: the driver's cuLaunchKernelEx; numbers of values, targets and launches; where
+# targets and launches are; the stream; the values. A target is the address of a word, the number of its
+# value, and what is added to it. A launch is the address of its CUlaunchConfig, the kernel, and the address
+# of the addresses of its parameters.
 _SOURCE = """
 declare ptr @PyTuple_GetItem(ptr, i64)
 declare i64 @PyLong_AsUnsignedLongLong(ptr)
@@ -55,40 +55,40 @@ declare void @Py_DecRef(ptr)
 define i64 @run_from(ptr %table, i64 %first) {{
 begin:
   %driver = load ptr, ptr %table
-  %num_places_at = getelementptr i64, ptr %table, i64 2
-  %num_places = load i64, ptr %num_places_at
+  %num_targets_at = getelementptr i64, ptr %table, i64 2
+  %num_targets = load i64, ptr %num_targets_at
   %num_launches_at = getelementptr i64, ptr %table, i64 3
   %num_launches = load i64, ptr %num_launches_at
-  %places_at = getelementptr i64, ptr %table, i64 4
-  %places = load ptr, ptr %places_at
+  %targets_at = getelementptr i64, ptr %table, i64 4
+  %targets = load ptr, ptr %targets_at
   %launches_at = getelementptr i64, ptr %table, i64 5
   %launches = load ptr, ptr %launches_at
   %stream_at = getelementptr i64, ptr %table, i64 {stream}
   %stream = load i64, ptr %stream_at
   %values = getelementptr i64, ptr %stream_at, i64 1
-  br label %more_places
+  br label %more_targets
 
-more_places:
+more_targets:
   %i = phi i64 [0, %begin], [%next_i, %write]
-  %is_place = icmp ult i64 %i, %num_places
-  br i1 %is_place, label %write, label %more_launches
+  %is_target = icmp ult i64 %i, %num_targets
+  br i1 %is_target, label %write, label %more_launches
 
 write:
-  %place = getelementptr [3 x i64], ptr %places, i64 %i
-  %address = load ptr, ptr %place
-  %which_at = getelementptr i64, ptr %place, i64 1
+  %target = getelementptr [3 x i64], ptr %targets, i64 %i
+  %address = load ptr, ptr %target
+  %which_at = getelementptr i64, ptr %target, i64 1
   %which = load i64, ptr %which_at
-  %added_at = getelementptr i64, ptr %place, i64 2
+  %added_at = getelementptr i64, ptr %target, i64 2
   %added = load i64, ptr %added_at
   %value_at = getelementptr i64, ptr %values, i64 %which
   %value = load i64, ptr %value_at
   %sum = add i64 %value, %added
   store i64 %sum, ptr %address
   %next_i = add i64 %i, 1
-  br label %more_places
+  br label %more_targets
 
 more_launches:
-  %j = phi i64 [%first, %more_places], [%next_j, %launch]
+  %j = phi i64 [%first, %more_targets], [%next_j, %launch]
   %is_launch = icmp ult i64 %j, %num_launches
   br i1 %is_launch, label %launch, label %done
 
@@ -192,7 +192,7 @@ class Table:
     ----------
     launches : sequence of (int, int, int)
         Addresses of the ``CUlaunchConfig``, the kernel and the addresses of its parameters.
-    places : sequence of Place
+    targets : sequence of Target
         One for each value of a run.
     go_on : function
         Called where a launch failed, with its number << 32 | the driver's error, or with `HELD`; what it
@@ -209,18 +209,18 @@ class Table:
     def __init__(
         self,
         launches: Sequence[tuple[int, int, int]],
-        places: Sequence[Place],
+        targets: Sequence[Target],
         go_on: Callable[[int], None],
     ) -> None:
         rows = [
             (address, number, added)
-            for number, place in enumerate(places)
-            for address, added in ([(place, 0)] if isinstance(place, int) else place)
+            for number, target in enumerate(targets)
+            for address, added in ([(target, 0)] if isinstance(target, int) else target)
         ]
         written, launched = np.array(rows, np.uint64), np.array(launches, np.uint64)
-        words = np.zeros(_STREAM + 1 + len(places), np.uint64)
+        words = np.zeros(_STREAM + 1 + len(targets), np.uint64)
         words[:_STREAM] = (
-            launch_function(), len(places), len(rows), len(launches), written.ctypes.data,
+            launch_function(), len(targets), len(rows), len(launches), written.ctypes.data,
             launched.ctypes.data,
         )  # fmt: skip
         self._words, compiled = words, _compiled()
@@ -235,7 +235,7 @@ class Table:
 
 @contextmanager
 def hold() -> Iterator[None]:
-    """Let no run of any table launch: `go_on` is called with `HELD` in its place."""
+    """Let no run of any table launch: `go_on` is called with `HELD` instead."""
     _held[0] += 1
     try:
         yield

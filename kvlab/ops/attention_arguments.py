@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvlab.jit.native import Place
+from kvlab.jit.native import Target
 from kvlab.views import CudaView
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ class TensorMaps:
         for begin, word in zip(self.begins, self.first_words(addresses), strict=False):
             self._words[begin] = word
 
-    def places(self, *words: Sequence[int]) -> tuple[list[Place], list[Place]]:
+    def targets(self, *words: Sequence[int]) -> tuple[list[Target], list[Target]]:
         """Return where the addresses of arrays are written, given the addresses of the words that they have
         beside maps: where maps do not follow, as `point_to` has written them, and where they do."""
         base = np.frombuffer(self._words, np.uint64).ctypes.data

@@ -206,7 +206,7 @@ def test_launches_in_turn_come_behind_the_values_of_the_call(driver: Driver, hel
         assert driver.arguments == [CALL.pack(out=value).tobytes() for value in values]
 
 
-def test_a_value_is_written_to_several_places_and_more_is_added(driver: Driver) -> None:
+def test_a_value_is_written_to_several_targets_and_more_is_added(driver: Driver) -> None:
     arguments = [np.zeros(1, CALL.dtype) for _ in range(3)]
     first, second, third = (addresses_of(x, [CALL.word("out")])[0] for x in arguments)
     run = PreparedLaunches(list(map(prepared, arguments)), [[(first, 0), (third, 64)], second, []]).run

@@ -22,7 +22,7 @@ import numpy as np
 from kvlab.device import compute_capability
 from kvlab.jit.build import arch_of, build
 from kvlab.jit.launch import Kernel, PreparedLaunch, PreparedLaunches, load
-from kvlab.jit.native import Place
+from kvlab.jit.native import Target
 from kvlab.jit.structs import ADDRESS, TENSOR, Struct, addresses_of, words_of
 from kvlab.ops.array_kinds import allocator, stream_of
 from kvlab.ops.attention_arguments import (
@@ -281,11 +281,11 @@ class _Prepared:
             return addresses_of(of_call, map(_CALL.word, names))
 
         of_workspace = list(zip(at(*workspace_words), workspace_words.values(), strict=True))
-        new_places: list[Place] = [*at("list", "semaphore", "dq", "dk", "dv"), of_workspace]
+        new_targets: list[Target] = [*at("list", "semaphore", "dq", "dk", "dv"), of_workspace]
         words = at("q", "k", "v", "dout", "out", "lse", "cu_q", "cu_k")[: len(call.kinds)]
         arrays = [(word,) for word in words]
         self.runs = [
-            PreparedLaunches(launches, [*new_places, *each]).run for each in self.maps.places(*arrays)
+            PreparedLaunches(launches, [*new_targets, *each]).run for each in self.maps.targets(*arrays)
         ]
 
 

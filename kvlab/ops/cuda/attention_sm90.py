@@ -126,7 +126,7 @@ class HopperAttention:
         self._maps = TensorMaps(words_of(argument), *encoders)
         names = ("out", "lse", "list", "semaphore")
         out_at, *words = addresses_of(argument, (first_word + _CALL.word(name) for name in names))
-        places = self._maps.places((), (), (), (out_at,))
+        targets = self._maps.targets((), (), (), (out_at,))
         macros = {"HEAD_DIM": head_dim, "BLOCK_N": block_n, "GROUPS": groups, "Q_SLOTS": q_slots}
         macros |= {"BF16": int(q.dtype == "bfloat16"), "SOFTCAP": int(is_capped(scores))}
         macros |= {"MERGE": 1} if merges else {}
@@ -136,7 +136,7 @@ class HopperAttention:
         of_kernel = kernel, (blocks,), (128 + 128 * groups,), argument, bytes_of_block
         # By whether the list is made by the launch before, and whether maps follow addresses.
         self._runs = [
-            [PreparedLaunches([launch], [*each, *words]).run for each in places]
+            [PreparedLaunches([launch], [*each, *words]).run for each in targets]
             for launch in (PreparedLaunch(*of_kernel, early=early) for early in (False, True))
         ]
         self._lock = Lock()
