@@ -6,8 +6,8 @@ A call has 128 tokens, 32 query heads on 8 of 128 channels, bfloat16, causal: th
 comes with the next one. Calls take turns of 40 in a row. Of the turns the median counts, and the least, for
 other work on the host makes single turns slower. "one" is torch.autograd.set_multithreading_enabled(False),
 where gradients need no other thread to wake up; "flash" has as many KV heads as query heads, since torch's
-FlashAttention takes no fewer. With --before another checkout is measured, too: by this script in two processes,
-which take turns.
+FlashAttention takes no fewer. With --before another checkout is measured, too: by this script in two
+processes, which take turns.
 """
 
 from __future__ import annotations
