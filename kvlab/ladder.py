@@ -85,6 +85,8 @@ def is_ample(fraction: float, tokens: int) -> bool:
     """Whether a budget is so large that the default ladder with profiles has a rung of 16.
 
     The newest tokens have pages of the highest rung, and others pay for them: rows have to have many bytes.
+    With less than half of the bytes it brings less, and costs a GPU more time: pages without exact tokens are
+    read by products of 8-bit integers (docs/performance/quality.md).
 
     Parameters
     ----------
@@ -98,7 +100,7 @@ def is_ample(fraction: float, tokens: int) -> bool:
     >>> is_ample(0.5, 2048), is_ample(0.3, 2048), is_ample(0.5, 256)
     (True, False, False)
     """
-    return fraction >= 0.4 and fraction * tokens >= 512
+    return fraction >= 0.5 and fraction * tokens >= 512
 
 
 class Rung(NamedTuple):
