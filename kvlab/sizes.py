@@ -1,11 +1,15 @@
-"""Sizes as people write them, ``32K`` tokens or ``6GiB``: one parser for arguments and command lines."""
+"""Sizes as people write them, ``32K`` tokens or ``6GiB``, and budgets, ``30%``, in arguments and commands."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
-__all__ = ["format_size", "parse_size"]
+from kvlab.arguments import shown
+
+__all__ = ["MAX_FRACTION", "Budget", "format_size", "parse_budget", "parse_size"]
 
 _BINARY = {f"{prefix}{unit}": 1024**power for power, prefix in enumerate("kmgt", 1) for unit in ("", "ib")}
 _DECIMAL = {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)}
@@ -56,3 +60,69 @@ def format_size(nbytes: int) -> str:
     """
     power = min(max(nbytes.bit_length() - 1, 0) // 10, 4)
     return f"{nbytes} B" if power == 0 else f"{nbytes / 1024**power:.2f} {' KMGT'[power]}iB"
+
+
+# ---- the byte budget of a cache
+
+_UNITS = {"bpe": (16, "bits per element"), "%": (100, "per cent of float16's bytes")}
+MAX_FRACTION = 16
+"""Larger ones were meant as bytes: pages of 32 bits take twice those of float16, open pages little more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A parsed budget; exactly one of `nbytes` and `fraction` is set, or neither: no limit."""
+
+    nbytes: int | None = None
+    fraction: float | None = None
+
+
+def parse_budget(budget: float | int | str | None) -> Budget:
+    """Parse a budget as users write it.
+
+    Examples
+    --------
+    >>> parse_budget("6GiB").nbytes, parse_budget(0.35).fraction, parse_budget("4bpe").fraction
+    (6442450944, 0.35, 0.25)
+    >>> parse_budget("30%").fraction
+    0.3
+    >>> parse_budget(None)
+    Budget(nbytes=None, fraction=None)
+    """
+    if budget is None:
+        return Budget()
+    number: Any = budget
+    if getattr(number, "ndim", None) == 0:  # one of NumPy
+        budget = number.item()
+    if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
+        raise TypeError(
+            f"budget={shown(budget)} must be a fraction, bytes, a string such as '6GiB' or '4.25bpe', or None"
+        )
+    unit = re.search("(bpe|%)$", budget.strip().lower()) if isinstance(budget, str) else None
+    if isinstance(budget, str) and unit:
+        text, (whole, what) = budget.strip()[: unit.start()], _UNITS[unit[0]]
+        try:
+            fraction = float(text) / whole
+        except ValueError:
+            raise ValueError(f"budget={budget!r}: {text!r} is no number of {what}") from None
+    elif isinstance(budget, float):
+        fraction = budget
+    else:
+        try:
+            nbytes = parse_size(budget, "budget")
+        except ValueError as error:
+            raise ValueError(
+                f"{error}; or a fraction of float16's bytes, 0.35 or '35%', bits per element, '4.25bpe', "
+                "or None"
+            ) from None
+        if nbytes <= 0:
+            raise ValueError(f"budget={budget!r} must be positive")
+        return Budget(nbytes=nbytes)
+    if not 0 < fraction < float("inf"):
+        raise ValueError(f"budget={budget!r} must be positive and finite")
+    if fraction > MAX_FRACTION:
+        raise ValueError(
+            f"budget={budget!r} is a fraction of float16's bytes; no cache takes {MAX_FRACTION} times as "
+            "many. Write a number of bytes as a whole number or with a unit: 500_000, '6GiB'"
+        )
+    return Budget(fraction=fraction)

@@ -18,20 +18,30 @@ def opaque(function: Callable[P, T]) -> Callable[P, T]:
 
     Launchers ask arrays for their memory, which a trace does not have, and their NumPy numbers would be
     arrays in it. With ``fullgraph=True`` torch refuses the call by the function's name.
+
+    transformers loads `torch._dynamo`, and what its `disable` makes of a function takes most of a microsecond
+    a call. So where torch traces nothing, the function is called at once.
     """
     plain: Callable[P, T] | None = None
+    is_traced: Callable[[], bool]
+    watcher: Callable[[], object]  # of the frames of this thread
 
     @wraps(function)
     def call(*arguments: P.args, **options: P.kwargs) -> T:
-        nonlocal plain
+        nonlocal plain, is_traced, watcher
         if "torch._dynamo" not in sys.modules:  # nobody has compiled anything
             return function(*arguments, **options)
         if plain is None:
-            dynamo = sys.modules["torch"]._dynamo
-            skip_code = getattr(dynamo.eval_frame, "skip_code", None)  # not part of what torch documents
+            torch = sys.modules["torch"]
+            is_traced, frames = torch.compiler.is_dynamo_compiling, torch._C._dynamo.eval_frame
+            # These two are not part of what torch documents.
+            skip_code = getattr(torch._dynamo.eval_frame, "skip_code", None)
+            watcher = getattr(frames, "get_eval_frame_callback", lambda: frames)
             if skip_code is not None:
                 skip_code(cast(Any, call).__code__)  # not traced for each kind of arguments
-            plain = cast(Callable[P, T], dynamo.disable(function))
+            plain = cast(Callable[P, T], torch._dynamo.disable(function))
+        if not is_traced() and watcher() is None:
+            return function(*arguments, **options)
         return plain(*arguments, **options)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]

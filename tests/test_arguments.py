@@ -16,7 +16,7 @@ import pytest
 import kvlab
 from kvlab import MixedPrecisionCache
 from kvlab.arguments import choice, flag, number, whole_number
-from kvlab.cache.budget import parse_budget
+from kvlab.sizes import parse_budget
 
 NAN, HUGE = float("nan"), 10**30
 WRONG: dict[str, list[Any]] = {

@@ -31,17 +31,15 @@ A format (an entry of the list FORMATS.json; what is left out is that of the cac
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from full_precision import Exact
 
 from kvlab.cache.importance import weight_of_collection
 from kvlab.ladder import BITS_OF_WIDTHS, ENERGY_OF_BLOCKS, ERRORS, parse_bits
 from kvlab.pages import PAGE_TABLE_BYTES, TOKENS_PER_PAGE
-
-if TYPE_CHECKING:
-    from simulation import Bench, Exact
 
 SINKS, NEWEST = 2.0**24, 1e4  # weights
 STEP = (1.0, 1.5957, 0.9957, 0.5860, 0.3352, 0.1881, 0.1041, 0.0568, 0.0308)
@@ -154,7 +152,7 @@ class Frame:
 class Cache:
     """Rows of tokens at rungs: values as they are read, the rung of each, its importance."""
 
-    def __init__(self, bench: Bench, form: dict[str, Any], exact: Exact, most: int) -> None:
+    def __init__(self, bench: Any, form: dict[str, Any], exact: Exact, most: int) -> None:
         self.form, self.model, self.exact = DEFAULT | form, bench.model, exact
         model, form = bench.model, self.form
         layers, rows, heads = exact.k.shape[:3]

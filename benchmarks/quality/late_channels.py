@@ -30,7 +30,8 @@ from typing import Any
 import simulation
 import torch
 from formats import GRID, Cache, hadamard, on_grid
-from simulation import EVERY, PROMPT, SCORED, Bench, Exact, Model
+from full_precision import Exact, Model
+from simulation import EVERY, PROMPT, SCORED, Bench
 
 from kvlab.lab.benchmark import harness
 from kvlab.lab.quality.model import load_smollm2

@@ -10,87 +10,18 @@ lengths fit, and refuses the others.
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
 
-import numpy as np
-
-from kvlab.arguments import LONGEST, shown
+from kvlab.arguments import LONGEST
 from kvlab.cache.layers import Layer
 from kvlab.errors import BudgetError
 from kvlab.ops.plan import reach_of
 from kvlab.pages import TOKENS_PER_PAGE
-from kvlab.sizes import parse_size
+from kvlab.sizes import parse_budget
 
-__all__ = ["MAX_FRACTION", "Budget", "Limit", "RowBudgets", "parse_budget"]
-
-_UNITS = {"bpe": (16, "bits per element"), "%": (100, "per cent of float16's bytes")}
-MAX_FRACTION = 16
-"""Larger ones were meant as bytes: pages of 32 bits take twice those of float16, open pages little more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """A parsed budget; exactly one of `nbytes` and `fraction` is set, or neither: no limit."""
-
-    nbytes: int | None = None
-    fraction: float | None = None
-
-
-def parse_budget(budget: float | int | str | None) -> Budget:
-    """Parse a budget as users write it.
-
-    Examples
-    --------
-    >>> parse_budget("6GiB").nbytes, parse_budget(0.35).fraction, parse_budget("4bpe").fraction
-    (6442450944, 0.35, 0.25)
-    >>> parse_budget("30%").fraction
-    0.3
-    >>> parse_budget(None)
-    Budget(nbytes=None, fraction=None)
-    """
-    if budget is None:
-        return Budget()
-    number: Any = budget
-    if isinstance(number, (np.integer, np.floating)):
-        budget = number.item()
-    if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
-        raise TypeError(
-            f"budget={shown(budget)} must be a fraction, bytes, a string such as '6GiB' or '4.25bpe', or None"
-        )
-    unit = re.search("(bpe|%)$", budget.strip().lower()) if isinstance(budget, str) else None
-    if isinstance(budget, str) and unit:
-        text, (whole, what) = budget.strip()[: unit.start()], _UNITS[unit[0]]
-        try:
-            fraction = float(text) / whole
-        except ValueError:
-            raise ValueError(f"budget={budget!r}: {text!r} is no number of {what}") from None
-    elif isinstance(budget, float):
-        fraction = budget
-    else:
-        try:
-            nbytes = parse_size(budget, "budget")
-        except ValueError as error:
-            raise ValueError(
-                f"{error}; or a fraction of float16's bytes, 0.35 or '35%', bits per element, '4.25bpe', "
-                "or None"
-            ) from None
-        if nbytes <= 0:
-            raise ValueError(f"budget={budget!r} must be positive")
-        return Budget(nbytes=nbytes)
-    if not 0 < fraction < float("inf"):
-        raise ValueError(f"budget={budget!r} must be positive and finite")
-    if fraction > MAX_FRACTION:
-        raise ValueError(
-            f"budget={budget!r} is a fraction of float16's bytes; no cache takes {MAX_FRACTION} times as "
-            "many. Write a number of bytes as a whole number or with a unit: 500_000, '6GiB'"
-        )
-    return Budget(fraction=fraction)
-
+__all__ = ["Limit", "RowBudgets"]
 
 RowBudgets = Sequence[int] | None
 """Bytes that a row may take in each layer; None: no limit."""
@@ -125,15 +56,9 @@ class Limit:
     """
 
     def __init__(
-        self,
-        budget: float | int | str | None,
-        layers: Sequence[Layer],
-        *,
-        batch: int,
-        plan_length: int,
-        max_seqlen: int | None,
-        rewind: int,
-    ) -> None:
+        self, budget: float | int | str | None, layers: Sequence[Layer], *, batch: int, plan_length: int,
+        max_seqlen: int | None, rewind: int,
+    ) -> None:  # fmt: skip
         self.budget, store = parse_budget(budget), layers[0].store
         self._layers, self.rewind, self._plan_length = layers, rewind, plan_length
         self._residual = layers[0].residual

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from kvlab.arguments import LONGEST, check_device, check_names, choice, number, whole_number
 from kvlab.arrays import Array, dtype_name
-from kvlab.cache.budget import parse_budget
 from kvlab.cache.importance import Importance, UpdateFunction
 from kvlab.ladder import BITS, Bits, default_bits, is_ample
 from kvlab.ops.allocator import METHODS, Method
 from kvlab.ops.key_frames import KeyFrames
 from kvlab.ops.layer_state import WAITING_PAGES
 from kvlab.pages import TOKENS_PER_PAGE
+from kvlab.sizes import parse_budget
 from kvlab.torch_compile import opaque
 from kvlab.views import to_numpy_view
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvlab.sizes import parse_size
+from kvlab.sizes import MAX_FRACTION, parse_budget, parse_size
 
 __all__ = [
     "Device",
@@ -83,8 +83,6 @@ def fraction(budget: str | float) -> float:
     >>> fraction("0.3"), fraction("30%"), fraction("4bpe")
     (0.3, 0.3, 0.25)
     """
-    from kvlab.cache.budget import MAX_FRACTION, parse_budget
-
     try:
         number: str | float = float(budget)
     except ValueError:

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvlab.arguments import check_names, whole_number
-from kvlab.cache.budget import parse_budget
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.engine.cpu import CpuExecutor
 from kvlab.engine.folder import config_of, load_model, sizes_of
@@ -27,6 +26,7 @@ from kvlab.engine.options import cache_budget_named, check_options
 from kvlab.engine.sampling import Sampling
 from kvlab.engine.weights import Weights, from_model, from_seed
 from kvlab.errors import BudgetError
+from kvlab.sizes import parse_budget
 
 __all__ = ["Decoder"]
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvlab.arguments import check_device, check_names, choice, whole_number
-from kvlab.cache.budget import parse_budget
 from kvlab.device import gpus, gpus_missing_because
 from kvlab.engine.geometry import Geometry
 from kvlab.engine.gpu import PLANS
+from kvlab.sizes import parse_budget
 
 __all__ = ["MAX_ROWS", "Options", "cache_budget_named", "check_max_seqlen", "check_options"]
 

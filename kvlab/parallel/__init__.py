@@ -11,10 +11,12 @@ from kvlab.parallel.functions import (
     llama3_flash_attn_prepare_cu_seqlens,
     llama3_flash_attn_varlen_func,
     position_ids,
-    ring_flash_attn_func,
-    ring_flash_attn_varlen_func,
     scatter_local,
     zigzag_llama3_flash_attn_varlen_func,
+)
+from kvlab.parallel.ring_functions import (
+    ring_flash_attn_func,
+    ring_flash_attn_varlen_func,
     zigzag_ring_flash_attn_func,
     zigzag_ring_flash_attn_varlen_func,
 )

@@ -18,6 +18,7 @@ from kvlab.shapes import check_heads, match_shapes
 __all__ = [
     "NO_WINDOW",
     "Window",
+    "answer",
     "bounds_of",
     "check_longest",
     "check_pieces",
@@ -131,3 +132,8 @@ def check_longest(lengths: tuple[int, ...], max_seqlen: int, name: str) -> None:
         raise ValueError(
             f"{name}={max_seqlen}: the longest sequence has {max(lengths)} tokens; pass at least that"
         )
+
+
+def answer(result: tuple[Any, Any], return_lse: bool) -> Any:
+    """Out, or out, lse and the probabilities after dropout, of which there are none."""
+    return (*result, None) if flag(return_lse, "return_attn_probs") else result[0]

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from kvlab import BudgetError, MixedPrecisionCache
-from kvlab.cache.budget import parse_budget
 from kvlab.integrations.transformers import KVLabCache
+from kvlab.sizes import parse_budget
 from tests.integrations.models import CONFIGS
 
 

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvlab.cache.budget import parse_budget
 from kvlab.ladder import parse_bits
 from kvlab.ops.cpu.exact import attend_exact
 from kvlab.ops.frame import FIRST, LAST, MIN_TOKENS, key_mean
 from kvlab.reference.attention import attend_rows, softmax_rows
 from kvlab.reference.importance import updated_scores
+from kvlab.sizes import parse_budget
 
 
 @given(

@@ -74,6 +74,16 @@ def test_a_traced_function_would_be_noticed() -> None:
     assert seen != [True]
 
 
+def test_where_nothing_is_compiled_a_function_is_called_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without torch's wrapper, which every call would pay in a process that has loaded transformers."""
+
+    def disable(function: Any) -> Any:
+        return lambda *arguments: pytest.fail("called through torch's wrapper")
+
+    monkeypatch.setattr(torch._dynamo, "disable", disable)
+    assert opaque(lambda x: x + 1)(1) == 2
+
+
 def test_a_whole_graph_is_refused_by_the_name_of_the_function() -> None:
     q = torch.ones(1, 3, 2, 4)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="function attention"):
