@@ -54,6 +54,41 @@ def error(cache: MixedPrecisionCache, whole: tuple[np.ndarray, ...]) -> float:
     return float(np.linalg.norm(out - reference) / np.linalg.norm(reference))
 
 
+ANGLES = tuple(1e4 ** (-np.arange(32) / 32))
+OF_TOKEN = 2 * 2 * HEADS * 64  # bytes in float16
+
+
+@pytest.mark.parametrize(
+    ("options", "exact"),
+    [
+        ({"budget": 0.5}, True),
+        ({"budget": "60%", "plan_length": 1024}, True),
+        ({"budget": 0.5, "plan_length": 1023}, False),
+        ({"budget": 0.5, "sliding_window": 1000}, False),
+        ({"budget": 0.49}, False),
+        ({"budget": None}, False),
+        ({"budget": 0.5, "dtype": "float32"}, False),
+        ({"budget": 1.0, "dtype": "float32"}, True),
+        ({"budget": "1MiB"}, False),
+        ({"budget": OF_TOKEN * 1000, "max_seqlen": 2000}, True),
+        ({"budget": OF_TOKEN * 1000, "max_seqlen": 2000, "batch": 2}, False),
+        ({"budget": OF_TOKEN * 1000, "max_seqlen": 3000, "sliding_window": 1999}, True),
+    ],
+)
+def test_the_default_ladder_ends_in_16_where_bytes_are_many(options: dict[str, Any], exact: bool) -> None:
+    cache = MixedPrecisionCache(1, HEADS_Q, HEADS, 64, rotary=ANGLES, **options)
+    assert cache.bits == (*LADDER, *[16] * exact)
+
+
+def test_bytes_beyond_8_bits_are_used() -> None:
+    """A budget that grows has half of float16 at its end, and more before."""
+    whole, options = tokens(400), {"budget": 0.5, "plan_length": 1024, "rotary": ANGLES}
+    exact, packed = (
+        error(fed(cache_of(x, **options), whole, (300, 100)), whole) for x in ("default", LADDER)
+    )
+    assert exact < 0.1 * packed
+
+
 def test_profiles_are_written_as_digits() -> None:
     (ladder,) = parse_bits("8,k8422v3,k4220v2,16", 1)
     assert ladder == ((Rung((4, 2, 2, 0), 2)), Rung((8, 4, 2, 2), 3), Rung((8,) * 4, 8), Rung(16, 16))
