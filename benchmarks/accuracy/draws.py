@@ -1,6 +1,6 @@
 """How many of drawn calls that are hard on accuracy are beyond promise 2 on a CPU, and by how much.
 
-    python benchmarks/accuracy/draws.py OUT.json [--calls 1000] [--packed-calls 300]
+    python benchmarks/accuracy/draws.py OUT.json [--calls 1000] [--slow-calls 300]
 
 The draws are those of `tests/draws.py`: call N of a kind is the same in each run. A row for each kind, dtype
 and result: calls, those beyond, the largest error as a share of what is allowed, keys of the calls beyond,
@@ -47,7 +47,9 @@ def cases(given: argparse.Namespace) -> list[harness.Case]:
     return [
         harness.Case(
             f"{kind}, {dtype}",
-            partial(count, kind, dtype, given.packed_calls if kind.startswith("packed") else given.calls),
+            partial(
+                count, kind, dtype, given.calls if kind in ("attention", "grouped") else given.slow_calls
+            ),
         )
         for kind, dtype in CASES
     ]
@@ -56,7 +58,7 @@ def cases(given: argparse.Namespace) -> list[harness.Case]:
 def main() -> int:
     parser = harness.options(__doc__, "cpu")
     parser.add_argument("--calls", type=int, default=1000, help="of attention, and of groups")
-    parser.add_argument("--packed-calls", type=int, default=300, help="of each kind of packed attention")
+    parser.add_argument("--slow-calls", type=int, default=300, help="of packed attention, and of many keys")
     return harness.run(parser, cases)
 
 

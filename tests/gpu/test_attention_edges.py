@@ -7,8 +7,11 @@ more than that of tensor copies: the base of a tensor map must be mapped memory,
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -99,11 +102,13 @@ def forget_calls() -> None:
 class Drawn:
     """Normal numbers in NaN, axes in one of two orders, rows on 16 bytes or off them; on the host."""
 
-    def __init__(self, rng: np.random.Generator, shape: tuple[int, ...]) -> None:
+    def __init__(
+        self, rng: np.random.Generator, shape: tuple[int, ...], gaps: tuple[int, ...] = (0, 0, 8, 3)
+    ) -> None:
         axes = list(range(len(shape)))
         if rng.integers(2):
             axes[-3], axes[-2] = axes[-2], axes[-3]
-        self.axes, self.dim, gap = axes, shape[-1], int(rng.choice([0, 0, 8, 3]))
+        self.axes, self.dim, gap = axes, shape[-1], int(rng.choice(gaps))
         outer = [shape[axis] for axis in axes[:-1]]
         self.stored = np.full((*outer, shape[-1] + gap), np.nan, np.float16)
         self.view(self.stored)[...] = rng.standard_normal(shape)
@@ -199,3 +204,155 @@ def test_groups_touch_nothing_beyond_their_arrays(edges: Edges, seed: int) -> No
             found = grouped_results(*call, options)
         for x, y in zip(found, grouped_results(*call, options), strict=True):
             assert x.tobytes() == y.tobytes()  # as in ordinary memory
+
+
+CANARY = 7.0
+
+
+class Result:
+    """A result over other keys, float32, in the midst of canaries; `first` is what it holds at first."""
+
+    def __init__(self, first: np.ndarray, after: tuple[int, ...]) -> None:
+        before = tuple(min(1, n) for n in after)
+        self.wide = cupy.full([b + n + a for b, n, a in zip(before, first.shape, after, strict=True)], CANARY)
+        self.wide = self.wide.astype(np.float32)
+        self.own = tuple(slice(b, b + n) for b, n in zip(before, first.shape, strict=True))
+        self.view = self.wide[self.own]
+        self.view[...] = cupy.asarray(first)
+
+    def taken(self) -> np.ndarray:
+        """What it holds now, on the host; raises if a canary is dead."""
+        around: np.ndarray = self.wide.get()
+        found = around[self.own].copy()
+        around[self.own] = CANARY
+        assert (around == CANARY).all()
+        return found
+
+
+Segments = tuple[list[Drawn], list[np.ndarray], list[np.ndarray], np.ndarray, int]
+
+
+def draw_segments(rng: np.random.Generator) -> tuple[Segments, tuple[int, int]]:
+    """Return a call whose keys lie in segments out of order, NaN between them, and its numbers of heads.
+
+    Behind the last key of the last segment lies nothing, and unused places of the table name no segment.
+    """
+    heads, kv_heads = HEADS[rng.integers(len(HEADS))]
+    dim, number, count = 8 * int(rng.integers(1, 33)), int(rng.integers(1, 4)), int(rng.integers(1, 4))
+    own = rng.choice(LENGTHS, (count + 1, number))  # rows of each group, and keys
+    prefixes = [rng.integers(0, own[-1] + 1).astype(np.int32) for _ in range(count)]
+    lengths = [np.cumsum([0, *x]).astype(np.int32) for x in own]
+    segment_len = int(rng.choice([8, 16, 24, 64, 136]))
+    used = -(-own[-1] // segment_len)
+    table = np.full((number, max(1, used.max())), 2**30 // segment_len, np.int32)
+    places, at, ends = rng.permutation(used.sum() + 2), 0, [1]
+    rows = np.zeros(len(places) * segment_len, bool)
+    for b, (segments, keys) in enumerate(zip(used, own[-1], strict=True)):
+        table[b, :segments] = places[at : at + segments]
+        at += segments
+        for j, place in enumerate(table[b, :segments]):
+            begin = place * segment_len
+            ends.append(begin + min(segment_len, keys - j * segment_len))
+            rows[begin : ends[-1]] = True
+    of_q = [(int(x[-1]), heads, dim) for x in lengths[:count]]
+    drawn = [Drawn(rng, shape, (0, 0, 8)) for shape in [*of_q, *[(max(ends), kv_heads, dim)] * 2]]
+    for x in drawn[count:]:
+        x.view(x.stored)[~rows[: max(ends)]] = np.nan
+    return (drawn, lengths, prefixes, table, segment_len), (heads, kv_heads)
+
+
+def segmented_results(
+    call: Segments, first: list[np.ndarray] | None, options: dict[str, Any]
+) -> list[np.ndarray]:
+    """outs and lses of groups, merged into results that hold `first`, or new where there is none."""
+    drawn, lengths, prefixes, table, segment_len = call
+    count = len(prefixes)
+    *q, k, v = (x.placed() for x in drawn)
+    own = {
+        "cu_seqlens_q_groups": [uploaded(x) for x in lengths[:count]], "cu_seqlens_k": uploaded(lengths[-1]),
+        "prefix_lens": [uploaded(x) for x in prefixes], "segment_table": uploaded(table),
+        "segment_len": segment_len,
+    } | options  # fmt: skip
+    if first is None:
+        outs, lses = kvlab.grouped_attention_varlen(q, k, v, return_lse=True, **own)
+        cupy.cuda.Device().synchronize()
+        return [x.get() for x in (*outs, *lses)]
+    results = [Result(x, (2, 2, 8)[: x.ndim]) for x in first]
+    into = [x.view[..., : q[0].shape[-1]] for x in results[:count]], [x.view for x in results[count:]]
+    kvlab.grouped_attention_varlen(q, k, v, into=into, **own)
+    cupy.cuda.Device().synchronize()
+    return [x.taken() for x in results]
+
+
+@pytest.mark.parametrize("implementation", ["listed", "paired"])
+@pytest.mark.parametrize("merges", [False, True])
+@pytest.mark.parametrize("seed", range(2))
+def test_groups_in_segments_touch_nothing_beyond_them(
+    edges: Edges, seed: int, merges: bool, implementation: str
+) -> None:
+    """What lies between and behind segments is NaN, and around results that others are merged into 7."""
+    rng = np.random.default_rng(seed)
+    for _ in range(20):
+        call, (heads, _) = draw_segments(rng)
+        shapes = [(int(x[-1]), heads) for x in call[1][:-1]]
+        first = None
+        if merges:
+            first = [rng.standard_normal((*shape, call[0][0].dim)).astype(np.float32) for shape in shapes]
+            first += [rng.standard_normal(shape[::-1]).astype(np.float32) for shape in shapes]
+        options = {"causal": bool(rng.integers(2)), "implementation": implementation}
+        with cupy.cuda.using_allocator(edges.allocate):
+            found = segmented_results(call, first, options)
+        for x, y in zip(found, segmented_results(call, first, options), strict=True):
+            assert x.tobytes() == y.tobytes()  # as in ordinary memory
+            assert not np.isnan(x).any()
+
+
+def test_a_key_that_is_nan_and_a_dead_canary_would_be_noticed() -> None:
+    """The last key of all that is seen, and a number beside a result."""
+    rng = np.random.default_rng(0)
+    call, (heads, kv_heads) = draw_segments(rng)
+    while any(prefix[-1] != np.diff(call[1][-1])[-1] or prefix[-1] == 0 for prefix in call[2][:1]) or (
+        np.diff(call[1][0])[-1] == 0
+    ):
+        call, (heads, kv_heads) = draw_segments(rng)
+    drawn, lengths, _, table, segment_len = call
+    last = int(np.diff(lengths[-1])[-1]) - 1
+    place = table[-1, last // segment_len] * segment_len + last % segment_len
+    assert not any(np.isnan(x).any() for x in segmented_results(call, None, {}))
+    values = drawn[-1]
+    values.view(values.stored)[place] = np.nan
+    assert any(np.isnan(x).any() for x in segmented_results(call, None, {}))
+    result = Result(np.zeros((3, heads, 8 * kv_heads), np.float32), (2, 2, 8))
+    result.taken()
+    for at in ((0, 1, 1), (1, heads + 1, 1), (1, 1, 8 * kv_heads + 1)):
+        whole = result.wide[at].copy()
+        result.wide[at] = 8
+        with pytest.raises(AssertionError):
+            result.taken()
+        result.wide[at] = whole
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_number_beyond_an_array_would_be_noticed(first: bool) -> None:
+    """In a process of its own, which an illegal address ends."""
+    code = f"""if True:
+        import sys, cupy, numpy as np
+        from tests.gpu.test_attention_edges import Edges
+        edges = Edges({first})
+        with cupy.cuda.using_allocator(edges.allocate):
+            x = cupy.zeros(64, np.float32)
+        text = 'extern "C" __global__ void add(float* x) {{ atomicAdd(x, 1.f); }}'
+        at = x.data.ptr + int(sys.argv[1])
+        cupy.RawKernel(text, "add")((1,), (1,), (np.uint64(at),))
+        cupy.cuda.Device().synchronize()
+        print("sum", float(x.sum()), flush=True)
+        sys.stdout.close(); import os; os._exit(0)
+    """
+    beyond, inside = (-4, 0) if first else (256, 252)
+    root = Path(__file__).parents[2]
+    for at, is_right in ((inside, True), (beyond, False)):
+        found = subprocess.run(
+            [sys.executable, "-c", code, str(at)], capture_output=True, text=True, cwd=root, check=False
+        )
+        assert ("sum 1.0" in found.stdout) is is_right, found
+        assert ("illegal" in found.stderr.lower()) is not is_right, found

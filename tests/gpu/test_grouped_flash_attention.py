@@ -151,6 +151,30 @@ def test_gradients(name: str, heads: tuple[int, int], head_dim: int, dtype: str)
             assert all(torch.equal(a, b) for a, b in zip((*dq, dk, dv), (*again[0], *again[1:]), strict=True))
 
 
+def worst_tile(expected: torch.Tensor, found: torch.Tensor) -> float:
+    """Return the largest error of 64 rows, as a part of their norm."""
+    parts = zip(expected.float().split(64), found.float().split(64), strict=True)
+    return max(float((one - other).norm() / one.norm().clamp(min=1e-9)) for one, other in parts)
+
+
+def test_a_tile_without_a_group_would_be_noticed() -> None:
+    """Where 64 of 4,096 keys have the gradients of one group alone, or of none."""
+    case = zigzag(4096, 4, 1, head_dim=64, seed=2, heads=(4, 1))
+    arrays, own = arguments(case)
+    outs, lses = attend(case)
+    douts = [on_gpu(x) for x in case.douts()]
+    both, one = (
+        kvlab.grouped_attention_varlen_backward(x, *arrays, outs, lses, **own)[1:]
+        for x in (douts, [douts[0], torch.zeros_like(douts[1])])
+    )
+    for whole, part in zip(both, one, strict=True):
+        assert worst_tile(whole, whole.clone()) == 0
+        for of_tile in (part[64:128], 0):
+            wrong = whole.clone()
+            wrong[64:128] = of_tile
+            assert worst_tile(whole, wrong) > 0.1
+
+
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_gradients_of_many_tiles(head_dim: int) -> None:
     """More tiles than blocks, and steps that clusters share: one launch against separate calls."""
@@ -259,6 +283,26 @@ def test_keys_in_segments(name: str, head_dim: int, segment_len: int) -> None:
     )
     for kind, one in zip(expected, found, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(kind, one, strict=True))
+
+
+@pytest.mark.parametrize("implementation", ["listed", "paired", None])
+@pytest.mark.parametrize("keys", [0, 40])
+@pytest.mark.parametrize("rows", [0, 3])
+def test_segments_without_rows_or_keys(rows: int, keys: int, implementation: str | None) -> None:
+    """No rows, no keys, or keys that none of the rows sees, are no error."""
+    case = make_case([[rows], [0]], [[0], [keys]], [keys], heads=(4, 2), head_dim=64)
+    k, v, table = (on_gpu(x) for x in in_segments(case, 16))
+    (q_groups, *_), own = arguments(case)
+    options = {"segment_len": 16, "implementation": implementation, **own}
+    for of_keys in ((k, v), (k[:0], v[:0])) if keys == 0 else ((k, v),):
+        call = partial(kvlab.grouped_attention_varlen, q_groups, *of_keys, segment_table=table, **options)
+        outs, lses = call(return_lse=True)
+        assert [tuple(x.shape) for x in (*outs, *lses)] == [(rows, 4, 64), (0, 4, 64), (4, rows), (4, 0)]
+        assert all(bool((x == 0).all()) for x in outs)
+        assert all(bool((x == -torch.inf).all()) for x in lses)
+        into = [torch.ones_like(x, dtype=torch.float32) for x in outs], [torch.ones_like(x) for x in lses]
+        call(into=into)
+        assert all(bool((x == 1).all()) for x in (*into[0], *into[1]))
 
 
 def test_segments_that_cannot_be_read_are_refused() -> None:

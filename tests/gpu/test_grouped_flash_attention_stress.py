@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import cupy
@@ -12,7 +13,8 @@ import torch
 import kvlab
 from tests.compare import assert_accurate
 from tests.gpu.attention_cases import to_numpy
-from tests.gpu.test_grouped_flash_attention import arguments, attend
+from tests.gpu.test_grouped_flash_attention import arguments, attend, on_gpu, worst_tile
+from tests.gradients import assert_gradients, assert_refuses
 from tests.grouped import GroupedCase, make_case
 
 LIMIT = 1e-4
@@ -49,7 +51,9 @@ def test_long_prefixes(tokens: int, dtype: torch.dtype) -> None:
     for name in ("separate", "listed", "paired"):
         outs, lses = kvlab.grouped_attention_varlen(q, k, v, return_lse=True, implementation=name, **own)
         douts = [x.flip(0) for x in q]
-        gradients = kvlab.grouped_attention_varlen_backward(douts, q, k, v, outs, lses, **own)
+        gradients = kvlab.grouped_attention_varlen_backward(
+            douts, q, k, v, outs, lses, implementation=name, **own
+        )
         found[name] = [*outs, *lses, *gradients[0], *gradients[1:]]
         rows = torch.arange(0, len(q[0]), 997, device="cuda")
         for x, out, lse, prefix in zip(q, outs, lses, own["prefix_lens"], strict=True):
@@ -59,6 +63,8 @@ def test_long_prefixes(tokens: int, dtype: torch.dtype) -> None:
     for name in ("listed", "paired"):
         for one, other in zip(found["separate"], found[name], strict=True):
             assert (one.float() - other.float()).norm() < 1e-2 * one.float().norm()
+        for one, other in zip(found["separate"][-2:], found[name][-2:], strict=True):  # dk and dv
+            assert worst_tile(one, other) < 5e-2  # else a missing tile would not be seen
 
 
 def exact_rows(
@@ -82,15 +88,45 @@ def test_a_few_keys_that_are_missing_would_be_noticed() -> None:
         assert bool((outs[1][rows, 0] - exact).abs().max() < LIMIT) is is_right
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("implementation", ["separate", "listed", "paired"])
-def test_inputs_ten_times_as_large(implementation: str) -> None:
-    case = make_case([[200, 9], [80, 130]], [[300, 11], [600, 250]], [640, 400], heads=(8, 2), head_dim=128)
-    case = GroupedCase(
-        [10 * q for q in case.q_groups], 10 * case.k, 10 * case.v, case.lengths, case.prefixes, case.k_lengths
-    )
+def test_inputs_ten_times_as_large(implementation: str, head_dim: int, deterministic: bool) -> None:
+    """Outs and gradients, of which those of keys are a hundred times as large."""
+    case, douts = ten_times(head_dim)
     expected, low = (np.concatenate(x[0]) for x in (case.expected, case.low_precision))
-    outs, _ = attend(case, implementation=implementation)
+    outs, lses = attend(case, implementation=implementation)
     assert_accurate(np.concatenate([to_numpy(x) for x in outs]), expected, low)
+    arrays, own = arguments(case)
+    dq, dk, dv = kvlab.grouped_attention_varlen_backward(
+        [on_gpu(x) for x in douts], *arrays, outs, lses, implementation=implementation,
+        deterministic=deterministic, **own,
+    )  # fmt: skip
+    found = tuple(to_numpy(x) for x in (torch.cat(dq), dk, dv))
+    right = case.expected_gradients(douts)
+    assert_gradients(found, right, case.low_precision_gradients(douts))
+
+
+def test_numbers_that_are_not_ten_times_as_large_would_be_noticed() -> None:
+    """Each of q, k, v and dout, one after the other, as it was."""
+    case, douts = ten_times(64)
+    right, low = case.expected_gradients(douts), case.low_precision_gradients(douts)
+    tenth, dtype = np.float32(0.1), case.k.dtype
+    small_q = replace(case, q_groups=[(tenth * q).astype(dtype) for q in case.q_groups])
+    small_k, small_v = (replace(case, **{x: (tenth * getattr(case, x)).astype(dtype)}) for x in "kv")
+    small_douts = [(tenth * x).astype(dtype) for x in douts]
+    for other, of_other in ((small_q, douts), (small_k, douts), (small_v, douts), (case, small_douts)):
+        dq, dk, dv = (x.astype(dtype) for x in other.expected_gradients(of_other))
+        assert_refuses((dq, dk, dv), right, low)
+
+
+def ten_times(head_dim: int) -> tuple[GroupedCase, list[Any]]:
+    """Return a call and gradients of its outs, all of whose numbers are ten times as large."""
+    case = make_case(
+        [[200, 9], [80, 130]], [[300, 11], [600, 250]], [640, 400], heads=(8, 2), head_dim=head_dim
+    )
+    large = replace(case, q_groups=[10 * q for q in case.q_groups], k=10 * case.k, v=10 * case.v)
+    return large, [10 * x for x in case.douts()]
 
 
 @pytest.mark.parametrize("calls", [10, 1000])

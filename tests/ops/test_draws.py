@@ -1,7 +1,7 @@
 """Drawn calls that are hard on accuracy: those that keep promise 2, all of them, and a judge that says no.
 
 The numbers are those that `benchmarks/accuracy/draws.py` counts: none is beyond the promise there of what is
-tested here. Float32 gradients and packed attention in float32 are not: docs/performance/flash_attention.md.
+tested here. Packed attention in float32 is not: docs/performance/flash_attention.md.
 """
 
 from __future__ import annotations
@@ -22,8 +22,15 @@ from tests.compare import assert_accurate, low_precision_attention, share_of_all
 from tests.draws import CASES, draw_call, shares
 from tests.gradients import exact_gradients, low_precision_gradients
 
-WHOLE = [case for case in CASES if case[1] != "float32"]
-FORWARD = [("attention", "float32"), ("grouped", "float32")]
+WHOLE = [case for case in CASES if case[1] != "float32" or not case[0].startswith("packed")]
+# What was beyond the promise among 5,000 draws of float32, up to 78 times what is allowed.
+PINNED = {
+    "attention": (
+        78, 265, 704, 1222, 1252, 1602, 1947, 1960, 2179, 2338, 3349, 3507, 3703, 4103, 4436, 4545, 4762,
+        4881, 4891,
+    ),
+    "grouped": (664, 946, 1225),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "dtype"), WHOLE)
@@ -31,8 +38,15 @@ FORWARD = [("attention", "float32"), ("grouped", "float32")]
 @given(number=st.integers(0, 299))
 @example(number=131)  # bfloat16: dq of equal keys was the rounding of out, 500 times what is allowed
 @example(number=274)  # both: the same of nearly equal keys
-def test_sixteen_bits_keep_the_promise(kind: str, dtype: str, number: int) -> None:
+def test_drawn_calls_keep_the_promise(kind: str, dtype: str, number: int) -> None:
     keys, found = shares(kind, dtype, number)
+    assert max(found.values()) <= 1, (keys, found)
+
+
+@pytest.mark.parametrize(("kind", "number"), [(kind, n) for kind in PINNED for n in PINNED[kind]])
+def test_float32_keeps_the_promise_where_it_did_not(kind: str, number: int) -> None:
+    """Equal and nearly equal keys, a key alone, and one with nearly all the weight of 70."""
+    keys, found = shares(kind, "float32", number)
     assert max(found.values()) <= 1, (keys, found)
 
 
@@ -40,14 +54,6 @@ def test_a_row_with_keys_in_two_tiles_keeps_its_delta() -> None:
     """Of 65 to 70 keys the first tile had nearly all the weight, so its mean passed for that of all."""
     for dtype in ("float16", "bfloat16"):
         assert max(shares("attention", dtype, 306)[1].values()) <= 1
-
-
-@pytest.mark.parametrize(("kind", "dtype"), FORWARD)
-@settings(max_examples=20)
-@given(number=st.integers(0, 999))
-def test_forward_in_float32_keeps_the_promise(kind: str, dtype: str, number: int) -> None:
-    keys, found = shares(kind, dtype, number)
-    assert max(found["out"], found["lse"]) <= 1, (keys, found)
 
 
 def _equal_keys(dtype: str, count: int) -> tuple[Any, ...]:
@@ -59,13 +65,17 @@ def _equal_keys(dtype: str, count: int) -> tuple[Any, ...]:
     return dout, q, k, v
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("count", [2, 3, 10, 64])
+@pytest.mark.parametrize(
+    ("dtype", "count"),
+    [(dtype, n) for dtype in ("float16", "bfloat16", "float32") for n in (2, 3, 10, 64)]
+    + [("float32", n) for n in (65, 200, 1000)],
+)
 def test_equal_keys_leave_nothing_of_dq(dtype: str, count: int) -> None:
+    """In 16 bits where one tile holds all keys of a row: then it need not ask out, which is rounded."""
     dout, q, k, v = _equal_keys(dtype, count)
     out, lse = attention(q, k, v, return_lse=True, backend="cpu")
     dq = attention_backward(dout, q, k, v, out, lse, backend="cpu")[0]
-    assert np.abs(dq.astype(np.float64)).max() < 2e-5
+    assert np.abs(dq.astype(np.float64)).max() < (2e-5 if dtype != "float32" else 3e-7)
     if dtype != "float32":
         from_rounded, _, _ = reference_backward(dout, q, k, v, out, lse)
         assert np.abs(from_rounded).max() > 5e-5

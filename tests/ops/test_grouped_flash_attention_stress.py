@@ -3,12 +3,15 @@
 import gc
 import threading
 import tracemalloc
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 import kvlab
 from tests.compare import assert_accurate
+from tests.gradients import assert_gradients, assert_refuses
 from tests.grouped import GroupedCase, make_case
 from tests.strategies import FLOATS
 
@@ -41,13 +44,43 @@ def test_hard_shapes(name: str) -> None:
         assert_accurate(np.concatenate(attend(case, implementation=implementation)), expected, low)
 
 
-def test_inputs_ten_times_as_large() -> None:
-    case = make_case([[60, 9], [80, 30]], [[90, 11], [160, 35]], [164, 40], dtype=FLOATS[2])
-    case = GroupedCase(
-        [10 * q for q in case.q_groups], 10 * case.k, case.v, case.lengths, case.prefixes, case.k_lengths
-    )
+@pytest.mark.parametrize("implementation", ["separate", "listed", "paired"])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_inputs_ten_times_as_large(dtype: np.dtype[Any], implementation: str) -> None:
+    """Outs and gradients, of which those of keys are a hundred times as large."""
+    case, douts = ten_times(dtype)
     expected, low = (np.concatenate(x[0]) for x in (case.expected, case.low_precision))
-    assert_accurate(np.concatenate(attend(case)), expected, low)
+    outs, lses = kvlab.grouped_attention_varlen(
+        case.q_groups, case.k, case.v, return_lse=True, implementation=implementation, **case.options
+    )
+    assert_accurate(np.concatenate(outs), expected, low)
+    dq, dk, dv = kvlab.grouped_attention_varlen_backward(
+        douts, case.q_groups, case.k, case.v, outs, lses, implementation=implementation, **case.options
+    )
+    right = case.expected_gradients(douts)
+    assert_gradients((np.concatenate(dq), dk, dv), right, case.low_precision_gradients(douts))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_numbers_that_are_not_ten_times_as_large_would_be_noticed(dtype: np.dtype[Any]) -> None:
+    """Each of q, k, v and dout, one after the other, as it was."""
+    case, douts = ten_times(dtype)
+    right, low = case.expected_gradients(douts), case.low_precision_gradients(douts)
+    tenth = np.float32(0.1)
+    small_q = replace(case, q_groups=[(tenth * q).astype(dtype) for q in case.q_groups])
+    small_k, small_v = (replace(case, **{x: (tenth * getattr(case, x)).astype(dtype)}) for x in "kv")
+    small_douts = [(tenth * x).astype(dtype) for x in douts]
+    for other, of_other in ((small_q, douts), (small_k, douts), (small_v, douts), (case, small_douts)):
+        dq, dk, dv = (x.astype(dtype) for x in other.expected_gradients(of_other))
+        assert_refuses((dq, dk, dv), right, low)
+
+
+def ten_times(dtype: np.dtype[Any]) -> tuple[GroupedCase, list[np.ndarray]]:
+    """Return a call and gradients of its outs, all of whose numbers are ten times as large."""
+    case = make_case([[60, 9], [80, 30]], [[90, 11], [160, 35]], [164, 40], dtype=dtype)
+    ten = dtype.type(10)
+    large = replace(case, q_groups=[ten * q for q in case.q_groups], k=ten * case.k, v=ten * case.v)
+    return large, [ten * x for x in case.douts()]
 
 
 @pytest.mark.parametrize("calls", [10, 1000])

@@ -10,7 +10,7 @@ from a counter, and the answer does not depend on which thread took which. Scrat
 head_dim 128: 68 KiB of keys and values, 192 KiB of queries and totals, 6 KiB of scores.
 
 Queries are not scaled: scores are, inside the exponent, exp2(scale_log2 * score - row_max), rounded once. In
-float32 large weights are computed again from scores in float64 (`sharpen`).
+float32 large weights are computed again from scores in float64 (`sharpen`), and all of nearly equal keys.
 """
 
 import math
@@ -33,22 +33,29 @@ from .tiles import (
     apply_mask,
     array_type,
     cap,
+    count_near,
     mask_of,
     multiply,
     read_panel,
     read_tile,
+    rows_near,
     sharpen_softmax,
     update_softmax,
 )
 
 
 @helper
-def _write_panel(totals, row_max, row_sum, seq, head, group, row, rows, dtype, line, rest, out16, out32, lse):
-    """Write out and lse of a panel: 0 and -inf for rows that saw no key."""
+def _write_panel(
+    totals, row_max, row_sum, exact_sums, seq, head, group, row, rows, dtype, line, rest, out16, out32, lse
+):  # fmt: skip
+    """Write out and lse of a panel: 0 and -inf for rows that saw no key. exact_sums may be 0."""
     channels = out16.shape[3] + out32.shape[3]
     for lane in range(min(PANEL, rows - row)):
         position, own = seq[1] + (row + lane) // group, head * group + (row + lane) % group
-        factor = 0.0 if row_sum[lane] == 0 else 1.0 / np.float64(row_sum[lane])
+        whole, of_rounded = exact_sums[0, lane], exact_sums[1, lane]
+        if not whole > 0:
+            whole = of_rounded = np.float64(row_sum[lane])
+        factor = 0.0 if row_sum[lane] == 0 else 1.0 / of_rounded
         for channel in range(channels):
             line[channel] = totals[channel * PANEL + lane] * factor
         store_values(
@@ -56,7 +63,7 @@ def _write_panel(totals, row_max, row_sum, seq, head, group, row, rows, dtype, l
         )
         log = MINUS_INFINITY
         if row_sum[lane] != 0:
-            log = np.float32(np.float64(row_max[lane]) / LOG2_E + math.log(row_sum[lane]))
+            log = np.float32(np.float64(row_max[lane]) / LOG2_E + math.log(whole))
         lse[seq[0], own, position] = log
 
 
@@ -100,8 +107,9 @@ def attend(
     keys_tile, values_tile = np.zeros((2, KEYS * pitch), np.float32)
     queries, totals = np.empty((2, PANELS, width * PANEL), np.float32)
     row_max, row_sum = np.empty((2, PANELS, PANEL), np.float32)
+    exact_sums = np.empty((PANELS, 2, PANEL), np.float64)
     scores = np.empty(KEYS * PANEL, np.float32)
-    rescale, peak, first, last = np.empty((4, PANEL), np.float32)
+    rescale, peak, first, last, near = np.empty((5, PANEL), np.float32)
     line, rest = np.empty(width, np.float32), np.empty(LANES, np.uint16)
     sums, exponents = np.empty(LANES, np.float64), np.empty(LANES, np.float32)
     item = take_number(counter)
@@ -113,6 +121,7 @@ def attend(
             read_panel(q[0], q[1], dtype, seq, head, group, start + p * PANEL, rows, sign, line, queries[p])
             for i in range(PANEL):
                 row_max[p, i], row_sum[p, i] = LOWEST, 0
+                exact_sums[p, 0, i] = exact_sums[p, 1, i] = 0
             for i in range(width * PANEL):
                 totals[p, i] = 0
         behind = seq[4] - seq[2]
@@ -121,6 +130,7 @@ def attend(
         high = min(bottom + behind + right + 1, seq[4])
         if limits.size:
             low, high = 0, limits[seq[1] + bottom]
+        near_keys = count_near(k[1], seq, head) if dtype == FLOAT32 else 0
         for key in range(low, high, KEYS):
             keys = min(KEYS, high - key)
             padded = (keys + 3) // 4 * 4
@@ -143,16 +153,18 @@ def attend(
                     apply_mask(scores, padded, first, last)
                 update_softmax(scores, padded, scale_log2, row_max[p], row_sum[p], rescale, peak)
                 if dtype == FLOAT32:
+                    some = rows_near(seq, group, row, rows, right, limits, near_keys, near)
                     sharpen_softmax(
                         scores, padded, keys_tile, pitch, queries[p], channels, scale_log2, rate, softcap,
-                        row_max[p], row_sum[p], peak, sums, exponents,
+                        near if some else near[:0], row_max[p], row_sum[p], rescale, peak, exact_sums[p],
+                        sums, exponents,
                     )  # fmt: skip
                 multiply(
                     values_tile, 1, pitch, scores, padded, CHUNK_OF_ROUGH, totals[p], width, rescale, False
                 )
         for p in range(panels):
             _write_panel(
-                totals[p], row_max[p], row_sum[p], seq, head, group, start + p * PANEL, rows, dtype, line,
-                rest, out[0], out[1], lse,
+                totals[p], row_max[p], row_sum[p], exact_sums[p], seq, head, group, start + p * PANEL, rows,
+                dtype, line, rest, out[0], out[1], lse,
             )  # fmt: skip
         item = take_number(counter)

@@ -10,13 +10,14 @@ The first pass takes items of 8 panels of query rows, as the forward does, and g
 items of 4 tiles of keys, and gives dk and dv, summed in float32 over the rows of all heads that read the KV
 head. Both compute p and slope, which makes 7 products instead of 5; but nothing is added from two threads, no
 sum waits in memory beyond scratch, and no row depends on its batch mates. Panels and tiles are those of
-cpu/tiles.py. Scratch memory of a thread at head_dim 128: 350 KiB in the first pass, 620 KiB in the second.
+cpu/tiles.py. Scratch memory of a thread at head_dim 128: 450 KiB in the first pass, 620 KiB in the second.
 
 `lse` and `out` may be those of more keys than there are here: then the gradients are those of this part.
 
 `out` was rounded, and the slopes of all keys of a row get what delta lost by that. Slopes of equal keys add
 up to 0, so their dq would be nothing else. Where a tile holds all keys of a row, delta therefore is the mean
-of <dout, v> by its weights, if rounding explains the difference.
+of <dout, v> by its weights, if rounding explains the difference. In float32 it is corrected over several
+tiles, too, at the end of the first pass, and dq for what large weights made of it (`_correct_dpsum`).
 """
 
 import numpy as np
@@ -36,12 +37,14 @@ from .tiles import (
     apply_mask,
     array_type,
     cap_and_bend,
+    count_near,
     fused,
     large_share,
     mask_of,
     multiply,
     read_panel,
     read_tile,
+    rows_near,
     sharpen,
 )
 
@@ -55,7 +58,7 @@ place of an out of 16 bits, 16 of one in float32, whose sums err more."""
 _SQUARE = PANEL * PANEL
 _LEAST = np.float32(2.0**-126)  # a weight below this is 0, see `exp2`
 _NEARLY = np.float32(2.0**-14)  # so near to 1 are the weights of a row that has no other keys
-_ZERO, _ONE, _INFINITY = np.float32(0), np.float32(1), np.float32(np.inf)
+_ZERO, _HALF, _ONE, _INFINITY = np.float32(0), np.float32(0.5), np.float32(1), np.float32(np.inf)
 
 
 @helper
@@ -70,22 +73,26 @@ def _read_logs(lse, seq, head, group, row, rows, logs):
 
 
 @helper
-def _slope(weight, product, delta, bends, at, softcap):
-    """What the loss gains from a score, 0 from that of a hidden key, whose product may be anything."""
-    slope = weight * (product - delta)
-    slope = slope * load(bends, at) if softcap > 0 else slope
-    return where(splat(_LEAST) > weight, splat(_ZERO), slope)
+def _slope(weight, product, delta):
+    """What the loss gains from a capped score, 0 from that of a hidden key, whose product may be anything."""
+    return where(splat(_LEAST) > weight, splat(_ZERO), weight * (product - delta))
+
+
+@helper
+def _add_product(sums, at, number, x):
+    store(sums, at, fused(splat(number), x, load(sums, at)))
 
 
 @helper
 def _probabilities(
     scores, slopes, keys, hidden, first, last, tile, pitch, queries, channels, dtype, factor, rate, softcap,
-    logs, dpsum, slack, bends, sums, exponents,
+    near, logs, dpsum, slack, weights, gains, large, bends, sums, exponents,
 ):  # fmt: skip
     """Turn scores into probabilities, and slopes, which hold <dout, v>, into slopes.
 
     dpsum (PANEL,) is found anew for rows with a `slack` (PANEL,), all of whose keys are here; `slack` may be
-    empty. `bends` is scratch.
+    empty. Unless they are empty, weights and gains (PANEL,) grow by probabilities and by slopes before the
+    cap, and large (channels, PANEL) by large weights, after the cap, times their keys. `bends` is scratch.
     """
     if softcap > 0:
         cap_and_bend(scores, keys, rate, softcap, bends)
@@ -93,28 +100,45 @@ def _probabilities(
         apply_mask(scores, keys, first, last)
     for lane in range(0, PANEL, LANES):
         limit = large_share(load(logs, lane) * splat(LOG2_E), softcap)
+        share = splat(_HALF)
+        if near.size:
+            limit = where(load(near, lane), splat(_ZERO), limit)
+            share = where(load(near, lane), splat(_ZERO), share)
         below, delta = splat(_ZERO) - load(logs, lane), load(dpsum, lane)
-        whole = products = splat(_ZERO)
+        whole = products = gain = splat(_ZERO)
         for at in range(lane, keys * PANEL, PANEL):
             weight = exp2(fused(load(scores, at), splat(factor), below) * splat(LOG2_E))
             if dtype == FLOAT32 and any_above(weight, limit):
+                key = at // PANEL * pitch
                 weight = sharpen(
-                    weight, limit, tile, at // PANEL * pitch, queries, lane, channels, factor, rate, softcap,
-                    logs, LOG2_E, sums, exponents,
+                    weight, limit, tile, key, queries, lane, channels, factor, rate, softcap, logs, LOG2_E,
+                    near, bends, at, sums, exponents,
                 )  # fmt: skip
+                if large.size and any_above(weight, share):
+                    bent = weight * load(bends, at) if softcap > 0 else weight
+                    bent = where(weight > share, bent, splat(_ZERO))
+                    for channel in range(channels):
+                        _add_product(large, channel * PANEL + lane, tile[key + channel], bent)
             store(scores, at, weight)
+            whole = whole + weight
             if slack.size:
-                whole = whole + weight
                 products = products + where(splat(_LEAST) > weight, splat(_ZERO), weight * load(slopes, at))
             else:
-                store(slopes, at, _slope(weight, load(slopes, at), delta, bends, at, softcap))
+                slope = _slope(weight, load(slopes, at), delta)
+                gain = gain + slope
+                store(slopes, at, slope * load(bends, at) if softcap > 0 else slope)
         if slack.size:
             own = products / whole
             own = where(load(slack, lane) > magnitude(own - delta), own, delta)
             delta = where(splat(_NEARLY) > magnitude(whole - splat(_ONE)), own, delta)
             store(dpsum, lane, delta)
             for at in range(lane, keys * PANEL, PANEL):
-                store(slopes, at, _slope(load(scores, at), load(slopes, at), delta, bends, at, softcap))
+                slope = _slope(load(scores, at), load(slopes, at), delta)
+                gain = gain + slope
+                store(slopes, at, slope * load(bends, at) if softcap > 0 else slope)
+        if gains.size:
+            store(weights, lane, load(weights, lane) + whole)
+            store(gains, lane, load(gains, lane) + gain)
 
 
 @helper
@@ -144,6 +168,22 @@ def _find_dpsum(dout, out, dtype, seq, head, group, row, rows, line, other, dpsu
                 total += product
                 terms += abs(product)
             dpsum[lane], slack[lane] = total, part * terms
+
+
+@helper
+def _correct_dpsum(weights, gains, large, slack, channels, dpsum, totals):
+    """Let slopes of a row add up to 0, if they are those of all its keys and rounding explains what they do.
+
+    dq needs it of large weights alone: others are many, and what they do cancels.
+    """
+    for lane in range(0, PANEL, LANES):
+        whole = load(weights, lane)
+        rest = load(gains, lane) / whole
+        rest = where(load(slack, lane) > magnitude(rest), rest, splat(_ZERO))
+        rest = where(splat(_NEARLY) > magnitude(whole - splat(_ONE)), rest, splat(_ZERO))
+        store(dpsum, lane, load(dpsum, lane) + rest)
+        for at in range(lane, channels * PANEL, PANEL):
+            store(totals, at, fused(load(large, at), splat(_ZERO) - rest, load(totals, at)))
 
 
 @helper
@@ -246,13 +286,13 @@ def backward_queries(
     width = (channels + LANES - 1) // LANES * LANES
     pitch = width + LANES
     keys_tile, values_tile = np.zeros((2, KEYS * pitch), np.float32)
-    queries, above, totals = np.empty((3, PANELS, width * PANEL), np.float32)
-    logs, dpsum, slack = np.empty((3, PANELS, PANEL), np.float32)
+    queries, above, totals, large = np.empty((4, PANELS, width * PANEL), np.float32)
+    logs, dpsum, slack, weights, gains = np.empty((5, PANELS, PANEL), np.float32)
     scores, slopes, bends = np.empty((3, KEYS * PANEL), np.float32)
-    first, last, marks = np.empty((3, PANEL), np.float32)
+    first, last, marks, near = np.empty((4, PANEL), np.float32)
     line, other, rest = np.empty(width, np.float32), np.empty(width, np.float32), np.empty(LANES, np.uint16)
     sums, exponents = np.empty(LANES, np.float64), np.empty(LANES, np.float32)
-    ones, nothing = np.ones(PANEL, np.float32), np.empty(0, np.float32)
+    ones, nothing, nobody = np.ones(PANEL, np.float32), np.empty(0, np.float32), np.empty(0, np.int64)
     item = take_number(counter)
     while item < items.shape[0]:
         seq, head = seq_info[items[item, 0]], items[item, 1]
@@ -265,10 +305,13 @@ def backward_queries(
             _read_logs(lse, seq, head, group, row, rows, logs[p])
             _find_dpsum(dout, out, dtype, seq, head, group, row, rows, line, other, dpsum[p], slack[p])
             for i in range(width * PANEL):
-                totals[p, i] = 0
+                totals[p, i] = large[p, i] = 0
+            for i in range(PANEL):
+                weights[p, i] = gains[p, i] = 0
         behind = seq[4] - seq[2]
         low = max(start // group + behind - left, 0)
         high = min((min(start + panels * PANEL, rows) - 1) // group + behind + right + 1, seq[4])
+        near_keys = count_near(k[1], seq, head) if dtype == FLOAT32 else 0
         for key in range(low, high, KEYS):
             keys = min(KEYS, high - key)
             padded = (keys + 3) // 4 * 4
@@ -283,13 +326,17 @@ def backward_queries(
                 whole = _slack_of_whole_rows(
                     seq, group, start + p * PANEL, rows, key, left, right, slack[p], marks
                 )
+                some = rows_near(seq, group, start + p * PANEL, rows, right, nobody, near_keys, near)
                 _probabilities(
                     scores, slopes, padded, hidden or padded < KEYS, first, last, keys_tile, pitch,
-                    queries[p], channels, dtype, factor, rate, softcap, logs[p], dpsum[p],
-                    marks if whole else nothing, bends, sums, exponents,
+                    queries[p], channels, dtype, factor, rate, softcap, near if some else nothing, logs[p],
+                    dpsum[p],
+                    marks if whole else nothing, weights[p], gains[p], large[p], bends, sums, exponents,
                 )  # fmt: skip
                 multiply(keys_tile, 1, pitch, slopes, padded, KEYS, totals[p], width, ones, False)
         for p in range(panels):
+            if dtype == FLOAT32:
+                _correct_dpsum(weights[p], gains[p], large[p], slack[p], channels, dpsum[p], totals[p])
             _keep_dpsum(dpsum[p], seq, head, group, start + p * PANEL, rows, delta)
             _write_queries(
                 totals[p], seq, head, group, start + p * PANEL, rows, scale, dtype, line, rest, dq[0], dq[1]
@@ -311,10 +358,10 @@ def backward_keys(
     queries, above = np.empty((2, width * PANEL), np.float32)
     query_squares, above_squares = np.zeros((2, blocks * _SQUARE), np.float32)
     scores, slopes, bends = np.empty((3, KEYS * PANEL), np.float32)
-    logs, dpsum, first, last = np.empty((4, PANEL), np.float32)
+    logs, dpsum, first, last, near = np.empty((5, PANEL), np.float32)
     line, rest = np.empty(width, np.float32), np.empty(LANES, np.uint16)
     sums, exponents = np.empty(LANES, np.float64), np.empty(LANES, np.float32)
-    ones, nothing = np.ones(PANEL, np.float32), np.empty(0, np.float32)
+    ones, nothing, nobody = np.ones(PANEL, np.float32), np.empty(0, np.float32), np.empty(0, np.int64)
     item = take_number(counter)
     while item < items.shape[0]:
         seq, head = seq_info[items[item, 0]], items[item, 1]
@@ -328,6 +375,7 @@ def backward_keys(
             read_tile(v[0], v[1], dtype, seq, head, key, keys, pitch, values_tiles[t])
             for i in range(blocks * KEYS * PANEL):
                 keys_totals[t, i] = values_totals[t, i] = 0
+        near_keys = count_near(k[1], seq, head) if dtype == FLOAT32 else 0
         behind = seq[4] - seq[2]
         low = max(begin - right - behind, 0) * group
         high = min(end + left - behind, seq[2]) * group
@@ -338,6 +386,7 @@ def backward_keys(
             _turn(above, channels, above_squares)
             _read_logs(lse, seq, head, group, row, rows, logs)
             _read_dpsum(delta, seq, head, group, row, rows, dpsum)
+            some = rows_near(seq, group, row, rows, right, nobody, near_keys, near)
             for t in range(tiles):
                 key = begin + t * KEYS
                 padded = (min(KEYS, end - key) + 3) // 4 * 4
@@ -348,8 +397,8 @@ def backward_keys(
                 multiply(values_tiles[t], pitch, 1, above, channels, CHUNK, slopes, padded, ones, True)
                 _probabilities(
                     scores, slopes, padded, hidden or padded < KEYS, first, last, keys_tiles[t], pitch,
-                    queries, channels, dtype, factor, rate, softcap, logs, dpsum, nothing, bends, sums,
-                    exponents,
+                    queries, channels, dtype, factor, rate, softcap, near if some else nothing, logs, dpsum,
+                    nothing, nothing, nothing, nothing, bends, sums, exponents,
                 )  # fmt: skip
                 _add_rows(scores, padded, above_squares, blocks, ones, values_totals[t])
                 _add_rows(slopes, padded, query_squares, blocks, ones, keys_totals[t])

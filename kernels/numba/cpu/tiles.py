@@ -66,11 +66,15 @@ LEAST_SIZE, LEAST_CAPPED, LARGEST_SIZE = np.float32(4), np.float32(16), np.float
 largest, 64 equal keys of a tile are not large: in float32 all have the same error, which cancels unless some
 lose it."""
 
+NEAR = np.float32(2.0**-4)
+"""Keys are near the first one where none is farther from it than this share of it. What their scores have in
+common cancels in dq, errors of float32 do not, and lse has it whole: so all their weights count as large."""
+
 LOWEST = np.float32(-1e30)
 """A row_max before any key; finite, so that -inf - row_max is never NaN."""
 
 MINUS_INFINITY = np.float32(-np.inf)
-_LARGEST_EXPONENT = 64.0
+_LARGEST_EXPONENT, _LOG_2 = 64.0, math.log(2)
 _ZERO, _ONE, _TWO = np.float32(0), np.float32(1), np.float32(2)
 
 # tanh(x) = x + x^3 P(x^2) for |x| <= 0.625, the polynomial of the Cephes library.
@@ -292,33 +296,75 @@ def large_share(size, softcap):
 
 
 @helper
+def count_near(x32, seq, head):
+    """How many float32 keys of a sequence, from the first on, lie near the first, in every channel."""
+    for key in range(1, seq[4]):
+        for channel in range(x32.shape[3]):
+            one = x32[seq[0], seq[3], head, channel]
+            if not abs(x32[seq[0], seq[3] + key, head, channel] - one) <= NEAR * abs(one):
+                return key
+    return seq[4]
+
+
+@helper
+def rows_near(seq, group, row, rows, right, limits, count, near):
+    """near (PANEL,) = 1 for rows that see none but the first `count` keys, else 0; False if there are none.
+
+    It follows from a row and the keys alone, whatever rows stand beside it. limits may be empty.
+    """
+    for lane in range(PANEL):
+        position = min(row + lane, rows - 1) // group
+        last = min(position + seq[4] - seq[2] + right + 1, seq[4])
+        if limits.size:
+            last = limits[seq[1] + position]
+        near[lane] = last <= count
+        if lane == 0 and last > count:
+            return False  # later rows see no fewer keys
+    return True
+
+
+@helper
 def sharpen(
-    weight, limit, tile, first, queries, lane, channels, factor, rate, softcap, above, unit, sums, exponents
-):
+    weight, limit, tile, first, queries, lane, channels, factor, rate, softcap, above, unit, near, bends, at,
+    sums, exponents,
+):  # fmt: skip
     """Return weights above `limit` anew, exp2(unit * (factor * score - above)) with a score in float64.
 
     A score of 40 in float32 is off by some 4e-6, and so is its weight, relatively: where few keys have all
     the weight of a row, more than out may be. `first` is where the key begins in its tile, `lane` the first
-    of eight rows of a panel, above (PANEL,). sums (8,) float64 and exponents (8,) float32 are scratch.
+    of eight rows of a panel, above (PANEL,). Of rows that are `near`, which may be empty, bends[at:] is made
+    anew, what `cap_and_bend` gives. sums (8,) float64 and exponents (8,) float32 are scratch.
     """
     _add_products(tile, first, queries, lane, channels, sums)
     for i in range(LANES):
         score = sums[i]
         if softcap > 0:
-            score = softcap * math.tanh(rate * score)
+            capped = math.tanh(rate * score)
+            score = softcap * capped
+            if near.size and near[lane + i] > 0:
+                bends[at + i] = (1 - capped) * (1 + capped)
         exponents[i] = min(unit * (factor * score - above[lane + i]), _LARGEST_EXPONENT)
     return where(weight > limit, exp2(load(exponents, 0)), weight)
 
 
 @helper
 def sharpen_softmax(
-    scores, keys, tile, pitch, queries, channels, scale_log2, rate, softcap, row_max, row_sum, peak, sums,
-    exponents,
+    scores, keys, tile, pitch, queries, channels, scale_log2, rate, softcap, near, row_max, row_sum,
+    rescale, peak, exact_sums, sums, exponents,
 ):  # fmt: skip
-    """Compute large weights again, from scores in float64; call after `update_softmax`."""
+    """Compute large weights again, from scores in float64; of rows that are `near` all, and sums of them.
+
+    Call it after `update_softmax`. near may be empty. exact_sums (2, PANEL) float64: of weights, and of those
+    that are rounded to float32.
+    """
     for lane in range(0, PANEL, LANES):
         before, gain = load(row_sum, lane), splat(_ZERO)
         limit = before * large_share(load(row_max, lane), softcap)
+        if near.size:
+            limit = where(load(near, lane), splat(_ZERO), limit)
+            for i in range(LANES):
+                exact_sums[0, lane + i] *= rescale[lane + i]
+                exact_sums[1, lane + i] *= rescale[lane + i]
         if not any_above(load(peak, lane), limit):
             continue
         for at in range(lane, keys * PANEL, PANEL):
@@ -326,10 +372,14 @@ def sharpen_softmax(
             if any_above(weight, limit):
                 sharp = sharpen(
                     weight, limit, tile, at // PANEL * pitch, queries, lane, channels, scale_log2, rate,
-                    softcap, row_max, _ONE, sums, exponents,
+                    softcap, row_max, _ONE, near[:0], exponents, 0, sums, exponents,
                 )  # fmt: skip
                 store(scores, at, sharp)
                 gain = gain + (sharp - weight)
+                for i in range(LANES if near.size else 0):
+                    if near[lane + i] > 0 and scores[at + i] > 0:
+                        exact_sums[0, lane + i] += math.exp(exponents[i] * _LOG_2)
+                        exact_sums[1, lane + i] += scores[at + i]
         store(row_sum, lane, before + gain)
 
 

@@ -95,9 +95,22 @@ _KEY_MAPS = MAX_GROUPS  # behind q of each group that has rows: k, v, and out wh
 def attend(call: GroupedCall, arrays: GroupedArrays, addresses: Sequence[int]) -> tuple[list[Any], list[Any]]:
     """Launcher of backend "cuda" for Hopper: outs and lses, lists with one array a group."""
     listed = _listed(call, False)
-    if listed is None:
-        return attend_separately(call, arrays, addresses)
-    return listed(addresses)
+    if listed is not None:
+        return listed(addresses)
+    if call.segment_len is not None and not (sum(call.rows) and call.sizes["total_k"]):
+        return _nothing_seen(call)
+    return attend_separately(call, arrays, addresses)
+
+
+def _nothing_seen(call: GroupedCall) -> tuple[list[Any], list[Any]]:
+    """Return outs of 0 and lses of -inf: of no rows, or of no keys."""
+    heads, dim = call.sizes["Hq"], call.sizes["D"]
+    shapes = [((n, heads, dim), call.dtype) for n in call.rows]
+    shapes += [((heads, n), "float32") for n in call.rows]
+    found, _ = allocator(call.kinds[0], *shapes)()
+    for i, x in enumerate(found):
+        x[...] = 0 if i < call.groups else -math.inf
+    return found[: call.groups], found[call.groups :]
 
 
 def attend_into(call: GroupedCall, addresses: Sequence[int]) -> bool:

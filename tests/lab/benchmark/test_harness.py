@@ -18,6 +18,7 @@ FILES = {path: path.read_text() for path in sorted((ROOT / "benchmarks").rglob("
 SCRIPTS = [str(path.relative_to(ROOT)) for path, text in FILES.items() if "harness.run(" in text]
 NEEDED = {
     "benchmarks/cache_plan/turns.py": ["OUT.json", "BEFORE", "AFTER"],
+    "benchmarks/attention/cpu_turns.py": ["OUT.json", "BEFORE", "AFTER"],
     "benchmarks/cpu_decode/turns.py": ["OUT.json", "BEFORE", "AFTER"],
     "benchmarks/quality/simulation.py": ["OUT.json", "FORMATS.json"],
     "benchmarks/engine/tokens.py": ["--cases", "pythia-2.8b:1x32,pythia-2.8b:8x1024"],
