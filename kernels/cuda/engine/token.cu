@@ -62,10 +62,12 @@ __device__ __forceinline__ void visit_all(const Call& call, const Chunks& chunks
         if (layer == call.layers) {
             visit.template product<HEAD>(*m, {cta, ctas, call.vocabulary / 16}, false);
         } else if (kind == 0) {
-            if (cta < of_qkv) visit.template product<QKV>(m[0], {cta, of_qkv, QKV_ROWS / 16}, layer == 0);
+            if (cta < of_qkv)
+                visit.template product<QKV>(m[0], {cta, of_qkv, QKV_ROWS / 16}, is_embedded(layer, 0));
 #if PARALLEL
             else
-                visit.template product<UP>(m[1], {cta - of_qkv, ctas - of_qkv, FFN / 16}, layer == 0);
+                visit.template product<UP>(m[1], {cta - of_qkv, ctas - of_qkv, FFN / 16},
+                                           is_embedded(layer, 1));
 #endif
             visit.expect((ctas - of_qkv) * ADDERS * ADDER_GROUPS, of_qkv * ADDERS * ADDER_GROUPS);
 #if HEAD_NORMS
@@ -79,10 +81,10 @@ __device__ __forceinline__ void visit_all(const Call& call, const Chunks& chunks
 #endif
 #if PARALLEL
         } else {
-            visit.template product<OUT>(m[2], split(), layer == 0);
+            visit.template product<OUT>(m[2], split(), is_embedded(layer, 2));
 #else
         } else if (kind == 2) {
-            visit.template product<O>(m[1], split(), layer == 0);
+            visit.template product<O>(m[1], split(), is_embedded(layer, 1));
             visit.expect(arrivals, 0);
         } else if (kind == 3) {
             visit.template product<MLP_KIND>(m[2], {cta, ctas, MLP_ROWS / 16}, false);
