@@ -163,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(MMA_THREADS, CLUSTER > 1 ? 3 : 2)
     const Segment segment = {0, head, all * rank / CLUSTER, all * (rank + 1) / CLUSTER, all};
     const i64 from = keys_of(call, op.layer, segment) + segment.begin * (CHUNK * HEAD_DIM) + lane % LANES * 8;
     attend_segment(call, chunks, segment, newest,
-                   MemoryKeys{(const uint4*)(call.k + from), (const uint4*)(call.v + from)},
+                   MemoryKeys<true>{(const uint4*)(call.k + from), (const uint4*)(call.v + from)},
                    rows + warp * WARP_ROWS);
     constexpr int TILE_BYTES = Shape<OUTPUT>::PARTS * Shape<OUTPUT>::STAGES * SLOT_BYTES;
     constexpr int TILES_APART = CLUSTER * WARPS;                            // of a warp, of the output

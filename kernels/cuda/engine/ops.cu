@@ -115,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(MMA_THREADS)
     __syncthreads();  // what is new is there
     const i64 from = keys_of(call, op.layer, segment) + threadIdx.x % 32 % LANES * 8;
     attend_segment(call, chunks, segment, newest,
-                   MemoryKeys{(const uint4*)(call.k + from), (const uint4*)(call.v + from)},
+                   MemoryKeys<false>{(const uint4*)(call.k + from), (const uint4*)(call.v + from)},
                    rows + threadIdx.x / 32 * WARP_ROWS);
     __syncthreads();  // all warps' sums are there
     for (int i = threadIdx.x; i < HEADS * HEAD_DIM; i += MMA_THREADS) {
