@@ -34,9 +34,7 @@ constexpr float LOWEST = -1e30f;
 static_assert(HEAD_DIM % 16 == 0 && KEYS >= 1 && CHUNK >= 1, "a key has up to 32 lanes, a slot has a key");
 
 // KiB of weights that a CTA could take in while attention waits for QKV, merges and tells the others.
-constexpr u32 KIB_OF_WAITS = PACKED ? 0 : BATCH > 4 ? 300 : 200;
-// Chunks of a head, 64 KiB, up to which one CTA attends them all: sums take longer from CTA to CTA.
-constexpr int FEW_CHUNKS = 64 / SLOT_BLOCKS;
+constexpr float KIB_OF_WAITS = PACKED ? 0 : BATCH > 4 ? 300 : 200;
 
 // Who attends what: a function of positions, the same in all CTAs.
 struct Chunks {
@@ -51,18 +49,26 @@ struct Segment {
     int n, reader, begin, end, chunks;
 };
 
+// What a CTA has at most of so many tiles.
+__device__ __forceinline__ float most_tiles(int tiles, float ctas) {
+    return ceilf(__fdividef(tiles, ctas) - 1e-3f);
+}
+
 // The number of CTAs that have QKV, keys and values, where the others have UP: so that the CTA with most, in
 // whole tiles, and the larger mean have least together. All lanes of a warp.
 __device__ __forceinline__ int balance(int old_keys) {
-    constexpr u32 TILE_KIB = HIDDEN / 32, QKV_TILES = QKV_ROWS / 16, UP_TILES = FFN / 16;
-    const u32 ctas = gridDim.x, key_kib = (float)old_keys * READERS * KEY_BYTES * 2 / 1024;
+    constexpr int QKV_TILES = QKV_ROWS / 16, UP_TILES = FFN / 16;
+    constexpr float TILE_KIB = HIDDEN / 32, KEY_KIB = READERS * KEY_BYTES * 2 / 1024.f;
+    const int ctas = gridDim.x;
     u32 best = ~0u;
-    for (u32 n = 1 + threadIdx.x % 32; n < ctas; n += 32) {
-        const u32 others = ctas - n, beside = key_kib / n + KIB_OF_WAITS;
-        const u32 mean = max(QKV_TILES * TILE_KIB / n + beside, UP_TILES * TILE_KIB / others);
-        const u32 most =
-            max((QKV_TILES + n - 1) / n * TILE_KIB + beside, (UP_TILES + others - 1) / others * TILE_KIB);
-        best = min(best, min(most + mean, (1u << 22) - 1) << 10 | n);
+    for (int n = 1 + threadIdx.x % 32; n < ctas; n += 32) {
+        const float of_qkv = n, of_up = ctas - n,
+                    beside = __fdividef(old_keys * KEY_KIB, of_qkv) + KIB_OF_WAITS;
+        const float mean =
+            fmaxf(__fdividef(QKV_TILES * TILE_KIB, of_qkv) + beside, __fdividef(UP_TILES * TILE_KIB, of_up));
+        const float most =
+            fmaxf(most_tiles(QKV_TILES, of_qkv) * TILE_KIB + beside, most_tiles(UP_TILES, of_up) * TILE_KIB);
+        best = min(best, (u32)fminf(most + mean, (1 << 22) - 1) << 10 | n);
     }
     return __reduce_min_sync(ALL_LANES, best) & 1023;
 }
@@ -82,8 +88,7 @@ __device__ __forceinline__ void count_chunks(const Call& call, Chunks& chunks) {
     const int even = qkv_ctas / (BATCH * READERS) * (BATCH * READERS);
     if (threadIdx.x % 32) return;
     chunks.before[BATCH] = before, chunks.qkv_ctas = qkv_ctas;
-    const int attending = min(10 * even >= 9 * qkv_ctas ? even : qkv_ctas, before * READERS);
-    chunks.attending = before <= FEW_CHUNKS * BATCH && even ? BATCH * READERS : attending;
+    chunks.attending = min(10 * even >= 9 * qkv_ctas ? even : qkv_ctas, before * READERS);
 }
 
 // First chunk of a CTA that attends, and the CTA of a chunk.
