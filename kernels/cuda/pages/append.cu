@@ -173,8 +173,8 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
 #if IN_BLOCKS
     ChannelOrder order;
     if constexpr (IS_PROFILE) order = is_key ? order_of_keys(call.layer, at.bh, lane) : order_of_values(lane);
-    const int down = IS_CODED ? call.layer.exponent[2 * at.bh + !is_key] : 0;
 #endif
+    const int down = IS_CODED ? call.layer.exponent[2 * at.bh + !is_key] : 0;
     const OpenPage first = open_page(call.layer, at.bh, open.x);
     const OpenPage second = open_page(call.layer, at.bh, open.y);
 #pragma unroll
@@ -188,9 +188,7 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
             mean[j] *= power;
             scaled[j] = BF16 ? x[j] * power : __half2float(__float2half(x[j] * power));
             if (!is_key && turns_sign(lane + 32 * j)) scaled[j] = -scaled[j];
-#if IN_BLOCKS
             scaled[j] = divided(scaled[j], down);
-#endif
         }
 #if IN_BLOCKS
         if constexpr (IS_PROFILE) {

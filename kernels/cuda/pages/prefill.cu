@@ -36,19 +36,11 @@ struct alignas(16) Pages {
     u32 bh[PAGES];
 #if IN_BLOCKS
     u16 bits[2][PAGES];
-    signed char exponents[2][PAGES];
 #else
     u8 bits[2][PAGES];
 #endif
+    signed char exponents[2][PAGES];
     int count;  // of these pages: fewer than PAGES at the end of a list
-
-    __device__ __forceinline__ int exponent(int side, int page) const {
-#if IN_BLOCKS
-        return exponents[side][page];
-#else
-        return 0;
-#endif
-    }
 };
 
 struct alignas(128) WarpSpace {
@@ -72,7 +64,7 @@ struct alignas(128) WarpSpace {
     }
 };
 static_assert(sizeof(WarpSpace) ==
-                  ((IN_BLOCKS ? 13 * HEAD_DIM + 2144 : 5 * HEAD_DIM + 2080) + PAGE * ROW_BYTES + 127) / 128 *
+                  ((IN_BLOCKS ? 13 * HEAD_DIM + 2144 : 5 * HEAD_DIM + 2112) + PAGE * ROW_BYTES + 127) / 128 *
                       128,
               "as the host reserves");
 
@@ -164,9 +156,7 @@ __device__ __forceinline__ void prepare(const LayerState& s, const NewTokens& ne
         pages.tokens[lane] = batch * new_tokens.num_new;
         pages.bh[lane] = bh;
         pages.bits[KEYS][lane] = rung.bits_k, pages.bits[VALUES][lane] = rung.bits_v;
-#if IN_BLOCKS
         for (int side = KEYS; side <= VALUES; ++side) pages.exponents[side][lane] = s.exponent[2 * bh + side];
-#endif
     }
     if (lane == 0) pages.count = count;
     __syncwarp();  // no step is set but by what follows; moves have been read
@@ -375,7 +365,7 @@ extern "C" __global__ void BOUNDS write_prefill(const LayerState* __restrict__ l
         } else {
             Vectors x;
             const Frame* const frame = side == KEYS ? &space.frame : nullptr;
-            const Loaded loaded = load_raw<Rows>(space.rows, frame, pages.exponent(side, page), x, lane);
+            const Loaded loaded = load_raw<Rows>(space.rows, frame, pages.exponents[side][page], x, lane);
             ask_for_next();
             Signs mine;
 #pragma unroll

@@ -252,8 +252,8 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS, 1) take_rows(const _
         }
 #if IN_BLOCKS
         if (lane < KEY_BLOCKS) s.k_gain[KEY_BLOCKS * bh + lane] = f.k_gain[KEY_BLOCKS * source + lane];
-        if (lane < 2) s.exponent[2 * bh + lane] = f.exponent[2 * source + lane];
 #endif
+        if (lane < 2) s.exponent[2 * bh + lane] = f.exponent[2 * source + lane];
         if (lane < OPEN_PAGES) s.open[bh * OPEN_PAGES + lane] = f.open[source * OPEN_PAGES + lane];
         if (lane == 0) {
             s.num_pages[bh] = f.num_pages[source];

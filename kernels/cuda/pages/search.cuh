@@ -26,6 +26,12 @@ __host__ __device__ constexpr int tries_of(int bits) {
     return bits >= 8 || takes_nearest(bits) ? 1 : bits == 4 ? 2 : 4;
 }
 
+// A number divided by 2^down: in two products, for such a power may be no normal number.
+__device__ __forceinline__ float divided(float x, int down) {
+    const int half = down / 2;
+    return x * power_of_two(-half) * power_of_two(half - down);
+}
+
 // The largest size of a number, as bits: an infinite one is above all others, and NaN above that.
 __device__ __forceinline__ u32 largest_of(const float (&x)[PER_LANE]) {
     float most = fabsf(x[0]);

@@ -50,12 +50,6 @@ __device__ __forceinline__ ChannelOrder order_of_values(int lane) {
     return r;
 }
 
-// A number divided by 2^down: in two products, for such a power may be no normal number.
-__device__ __forceinline__ float divided(float x, int down) {
-    const int half = down / 2;
-    return x * power_of_two(-half) * power_of_two(half - down);
-}
-
 // Rotated elements: `of` times `unit`.
 struct Elements {
     float of[PER_LANE];

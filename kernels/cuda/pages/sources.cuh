@@ -55,9 +55,9 @@ struct PageState {
 #if IN_BLOCKS
     u8 order[HEAD_DIM];  // copied: k_order of the pair, by place
     float gain[4];       // copied: k_gain of the pair
-    u32 exponents;       // copied: a word with the exponent of this side of the pair
 #endif
-    u32 any_raw;  // whether a row holds raw elements
+    u32 exponents;  // copied: a word with the exponent of this side of the pair
+    u32 any_raw;    // whether a row holds raw elements
     Region to;
     u8* tail;    // positions and importance of the page
     u32 mask;    // slots that are written
@@ -190,22 +190,15 @@ __device__ __forceinline__ u32 pair_of(const Move& move) {
     return is_new(move) ? move.from : move.token;
 }
 
-#if IN_BLOCKS
 __device__ __forceinline__ const signed char* place_of_exponent(Side side, const LayerState& s,
                                                                 const Move& move) {
     return s.exponent + 2 * pair_of(move) + side;
 }
 
-#endif
-
 // The exponent of a side of a page, which is there.
 __device__ __forceinline__ int exponent_of(Side side, const LayerState& s, const PageState& page) {
-#if IN_BLOCKS
     const u64 at = (u64)place_of_exponent(side, s, (const Move&)page.moves[0]);
     return (signed char)(page.exponents >> at % 4 * 8);
-#else
-    return 0;
-#endif
 }
 
 // Asks for the frame of the keys of a page.
@@ -240,9 +233,7 @@ __device__ __forceinline__ void ask_for_page(Side side, const LayerState& s, con
         u8* const record = s.arena + (u64)first.to * UNIT;
         page.to = region_of(side, record, rung);
         page.tail = record + rung.tail;
-#if IN_BLOCKS
         copy_word_async(&page.exponents, (const void*)((u64)place_of_exponent(side, s, first) & ~3ull));
-#endif
     }
     if (side == VALUES) return;
     ask_for_frame(s, pair_of(first), page, lane);

@@ -140,8 +140,8 @@ __device__ __forceinline__ void turn_signs(Vectors& x, u32 lane) {
 }
 
 // Loads vectors: keys into their frame, if there is one, and values, which have none. What counts as the
-// largest element of a row if no other is larger is that of the mean. In ladders with profiles vectors are
-// divided by 2^down on the way, and of keys turned rows remain.
+// largest element of a row if no other is larger is that of the mean. Vectors are divided by 2^down on the
+// way, and in ladders with profiles turned rows of keys remain.
 template <class Rows>
 __device__ __forceinline__ Loaded load_raw(u8* rows, const Frame* frame, int down, Vectors& x, u32 lane) {
     constexpr int LEAST = BF16 ? -200 : -39;  // exponents of units from which on one product makes integers
@@ -165,7 +165,7 @@ __device__ __forceinline__ Loaded load_raw(u8* rows, const Frame* frame, int dow
     for (int h = 1; h <= 2; h *= 2) both = larger_raw(both, __shfl_xor_sync(ALL_LANES, both, h));
     const float2 magnitudes = unpack_pair(both);
     // Divided by 2^down, which may be a number below all normal ones.
-    const float by = IN_BLOCKS ? __uint_as_float(max((127 - down) << 23, 1 << 22)) : 1.f,
+    const float by = __uint_as_float(max((127 - down) << 23, 1 << 22)),
                 size = (u % 2 ? magnitudes.y : magnitudes.x) * by;
     const int log = frame ? LOG_KEYS : LOG_BLOCK;
     const float root = IN_BLOCKS && frame ? 1.f : FACTOR;

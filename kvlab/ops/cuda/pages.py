@@ -169,7 +169,7 @@ def write_tokens(
     if groups * layers >= _MANY_PAGES and _can_prefill(new_tokens):
         kernel = _kernel("pages/prefill", "write_prefill", head_dim, dtype, device, profiles=profiles)
         row = -(-2 * head_dim // 128) * 128
-        own = 13 * head_dim + 2144 if in_blocks else 5 * head_dim + 2080
+        own = 13 * head_dim + 2144 if in_blocks else 5 * head_dim + 2112
         each = -(-(own + TOKENS_PER_PAGE * row) // 128) * 128  # WarpSpace in pages/prefill.cu
         on_hopper = 28 if head_dim == 64 else 20
         max_warps = {9: on_hopper, 12: 12}.get(compute_capability(device)[0], 16)  # WARPS there
@@ -311,7 +311,7 @@ def take_rows(
     in_place : bool
         As in `RowMove`.
     in_blocks : bool
-        Frames have orders, gains and exponents, for ladders with profiles.
+        Frames have orders and gains, for ladders with profiles.
     """
     call = np.zeros(1, _ROWS)
     call.view(np.uint64)[: len(addresses)] = addresses
