@@ -158,6 +158,11 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
     const u16* from = is_key ? n.k + at.row * n.k_batch + at.step * n.k_step + at.head * n.k_head
                              : n.v + at.row * n.v_batch + at.step * n.v_step + at.head * n.v_head;
     const int2 open = ((const int2*)call.layer.open)[at.bh];
+#if IN_BLOCKS
+    ChannelOrder order;
+    if constexpr (IS_PROFILE) order = channel_order(call.layer, at.bh, is_key, lane);
+#endif
+    const int down = IS_CODED ? call.layer.exponent[2 * at.bh + !is_key] : 0;
     u32 raw[PER_LANE];
     int shift[PER_LANE];
     float mean[PER_LANE], x[PER_LANE];
@@ -170,11 +175,6 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
         mean[j] = framed ? __half2float(call.layer.k_mean[of_bh]) : 0.f;
         shift[j] = framed ? call.layer.k_shift[(u64)at.bh * (HEAD_DIM / 2) + channel % (HEAD_DIM / 2)] : 0;
     }
-#if IN_BLOCKS
-    ChannelOrder order;
-    if constexpr (IS_PROFILE) order = is_key ? order_of_keys(call.layer, at.bh, lane) : order_of_values(lane);
-#endif
-    const int down = IS_CODED ? call.layer.exponent[2 * at.bh + !is_key] : 0;
     const OpenPage first = open_page(call.layer, at.bh, open.x);
     const OpenPage second = open_page(call.layer, at.bh, open.y);
 #pragma unroll
@@ -380,7 +380,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
             const int ratio = follow_ratio(layer, call.new_tokens, queries, row, head, 0, pair);
             const int further =
                 further_shift(ratio, shift, pair, [] { __barrier_sync_count(3, HEAD_DIM / 2); });
-            rises = layer.waits[row] ? 0 : further;
+            if (further && !layer.waits[row]) rises = further;
         }
 #endif
 #pragma unroll 1

@@ -32,21 +32,21 @@ struct ChannelOrder {
     float gains[PER_LANE];
 };
 
-__device__ __forceinline__ ChannelOrder order_of_keys(const LayerState& s, int bh, int lane) {
+// Of keys, as their frame has it; values stay in their order. What is read is read by all at once, before
+// anything is done with it.
+__device__ __forceinline__ ChannelOrder channel_order(const LayerState& s, int bh, bool is_key, int lane) {
     ChannelOrder r;
+    u32 pairs[PER_LANE];
+#pragma unroll
+    for (int j = 0; j < PER_LANE; ++j) {
+        pairs[j] = is_key ? s.k_order[(u64)bh * HEAD_DIM / 2 + pair_of_place(lane + 32 * j)] : 0;
+        r.gains[j] = is_key ? s.k_gain[KEY_BLOCKS * bh + block_of(lane, j)] : FACTOR;
+    }
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) {
         const int place = lane + 32 * j;
-        r.channels[j] = channel_of_place(s.k_order[(u64)bh * HEAD_DIM / 2 + pair_of_place(place)], place);
-        r.gains[j] = s.k_gain[KEY_BLOCKS * bh + block_of(lane, j)];
+        r.channels[j] = is_key ? channel_of_place(pairs[j], place) : place;
     }
-    return r;
-}
-
-__device__ __forceinline__ ChannelOrder order_of_values(int lane) {
-    ChannelOrder r;
-#pragma unroll
-    for (int j = 0; j < PER_LANE; ++j) r.channels[j] = lane + 32 * j, r.gains[j] = FACTOR;
     return r;
 }
 
