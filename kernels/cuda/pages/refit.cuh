@@ -26,15 +26,15 @@ __device__ __forceinline__ bool is_size(float x) {
 // Lets the ratio of a rotary pair of a head follow new tokens from step `first` on, as `follow_ratios` does,
 // and returns it; a thread has a pair. Where tokens of the row wait it stays, which is looked at last.
 //
-// A warp stops at the first number that it needs. So keys, queries, ratio and frame are asked for side by side
-// in a step, before anything is done with one of them, and not before the loop.
+// A warp stops at the first number that it needs. So keys, queries, ratio and frame are asked for side by
+// side in a step, before anything is done with one of them, and not before the loop.
 __device__ __forceinline__ int follow_ratio(const LayerState& s, const NewTokens& n, const Queries& queries,
                                             int row, int head, int first, int pair) {
     constexpr int HALF = HEAD_DIM / 2, MAX_RATIO = 16 << 8, JUMP = 7 << 8;  // 16 and 7 binary orders
     const u64 bh = (u64)row * s.heads + head;
     const __half* const mean = s.k_mean + bh * HEAD_DIM + pair;
-    const u16* q_step = queries.q + row * queries.batch + first * queries.step +
-                        head * queries.group * queries.head + pair;
+    const u16* q_step =
+        queries.q + row * queries.batch + first * queries.step + head * queries.group * queries.head + pair;
     const u16* k = n.k + row * n.k_batch + first * n.k_step + head * n.k_head + pair;
     short* const ratios = s.k_ratio + bh * HALF + pair;
     const int waits = s.waits[row];
