@@ -345,61 +345,57 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     begin_early();
     if (call.rows != ALL_ROWS && (call.rows == WAITING_ROWS) != (layer.waits[row] != 0)) return;
     const int start = layer.seqlen[bh];
+    const auto store = [&] {
+        if (vector >= 2) return;
+        int stage = 0;
 #pragma unroll 1
-    for (bool again = false;; again = true) {
-        if (vector < 2) {
-            int stage = 0;
-#pragma unroll 1
-            for (int step = 0; step < num_new; ++step) {
-                if (!is_valid(call.new_tokens, row, step)) {
-                    if (threadIdx.x == 0) slots[step].entry = -1;
-                    continue;
-                }
-                const NewToken at = {bh, row, head, step, start};
-                Scratch& scratch = scratches[vector];
-                if (BITS_K == BITS_V || (BITS_K == ALL_OF_8 && BITS_V == 8))
-                    // One copy of the code, for a warp waits for what it has not met yet.
-                    store_token<BITS_K>(call, vector == 0, at, slots[step], scratch, rank, stage, lane);
-                else if (vector == 0)
-                    store_token<BITS_K>(call, true, at, slots[step], scratch, rank, stage, lane);
-                else
-                    store_token<BITS_V>(call, false, at, slots[step], scratch, rank, stage, lane);
-                stage ^= 1;
+        for (int step = 0; step < num_new; ++step) {
+            if (!is_valid(call.new_tokens, row, step)) {
+                if (threadIdx.x == 0) slots[step].entry = -1;
+                continue;
             }
+            const NewToken at = {bh, row, head, step, start};
+            Scratch& scratch = scratches[vector];
+            if (BITS_K == BITS_V || (BITS_K == ALL_OF_8 && BITS_V == 8))
+                // One copy of the code, for a warp waits for what it has not met yet.
+                store_token<BITS_K>(call, vector == 0, at, slots[step], scratch, rank, stage, lane);
+            else if (vector == 0)
+                store_token<BITS_K>(call, true, at, slots[step], scratch, rank, stage, lane);
+            else
+                store_token<BITS_V>(call, false, at, slots[step], scratch, rank, stage, lane);
+            stage ^= 1;
         }
-        if (again) {
-            __syncthreads();  // slots are whole
-            break;
-        }
+    };
+    store();
 #if IN_BLOCKS
-        int rises = 0;
-        const int pair = threadIdx.x - (WARPS * 32 - HEAD_DIM / 2);
-        if (pair >= 0 && call.q) {
-            const int shift = layer.k_shift[(u64)bh * (HEAD_DIM / 2) + pair];
-            const Queries queries = {call.q, call.q_batch, call.q_step, call.q_head, call.group};
-            const int ratio = follow_ratio(layer, call.new_tokens, queries, row, head, 0, pair);
-            const int further =
-                further_shift(ratio, shift, pair, [] { __barrier_sync_count(3, HEAD_DIM / 2); });
-            if (further && !layer.waits[row]) rises = further;
-        }
-#endif
-#pragma unroll 1
-        for (int r = (warp + FIRST_ROWS) % WARPS; r < rows; r += WARPS) {
-            int step = 0, g = r;
-#pragma unroll 1
-            for (; g >= call.group; g -= call.group) ++step;
-            finish_row(call, row, head, step, g, probabilities[r], lane);
-        }
-        __syncthreads();  // slots and probabilities are whole; nobody looks at counts and length any more
-        // Nothing more: racecheck misses the one before where only one vector's warps met at its own.
-#if IN_BLOCKS
-        if (!__syncthreads_or(rises)) break;
-        raise_shifts(layer, bh, pair, rises);  // then the new tokens are stored once more
-#else
-        __syncthreads();
-        break;
-#endif
+    int rises = 0;
+    const int pair = threadIdx.x - (WARPS * 32 - HEAD_DIM / 2);
+    if (pair >= 0 && call.q) {
+        const int shift = layer.k_shift[(u64)bh * (HEAD_DIM / 2) + pair];
+        const Queries queries = {call.q, call.q_batch, call.q_step, call.q_head, call.group};
+        const int ratio = follow_ratio(layer, call.new_tokens, queries, row, head, 0, pair);
+        const int further = further_shift(ratio, shift, pair, [] { __barrier_sync_count(3, HEAD_DIM / 2); });
+        if (further && !layer.waits[row]) rises = further;
     }
+#endif
+#pragma unroll 1
+    for (int r = (warp + FIRST_ROWS) % WARPS; r < rows; r += WARPS) {
+        int step = 0, g = r;
+#pragma unroll 1
+        for (; g >= call.group; g -= call.group) ++step;
+        finish_row(call, row, head, step, g, probabilities[r], lane);
+    }
+    __syncthreads();  // slots and probabilities are whole; nobody looks at counts and length any more
+    // Nothing more: racecheck misses the one before where only one vector's warps met at its own.
+#if IN_BLOCKS
+    if (__syncthreads_or(rises)) {  // rare, so it has a copy of the code that stores
+        raise_shifts(layer, bh, pair, rises);
+        store();
+        __syncthreads();  // slots are whole
+    }
+#else
+    __syncthreads();
+#endif
     if (BITS_K == 16 && call.q && layer.waits[row] && threadIdx.x < HEAD_DIM) note_queries(call, bh, slots);
     if (call.observed == MASS) {
 #pragma unroll 1
