@@ -49,8 +49,8 @@ __device__ __forceinline__ u32 raised_by(u32 word, int byte) {
 struct Rows2 {
     float of[2];
 
-    __device__ __forceinline__ Rows2(float mine, u32 lane) {
-        const Two<u32> both = of_both(__float_as_uint(mine), lane);
+    __device__ __forceinline__ Rows2(float mine) {
+        const Two<u32> both = of_both(__float_as_uint(mine));
         of[0] = __uint_as_float(both.low), of[1] = __uint_as_float(both.high);
     }
 };
@@ -213,7 +213,7 @@ struct Sizes {
     // The same in all of them, given the steps of this lane's row.
     template <bool TWO>
     __device__ __forceinline__ int error_of(u32 mine, u32 lane) const {
-        const Two<u32> steps = of_both(mine, lane);
+        const Two<u32> steps = of_both(mine);
         return error_of<2, TWO>(steps, mine, lane) + error_of<4, TWO>(steps, mine, lane);
     }
 };
@@ -258,8 +258,7 @@ __device__ __forceinline__ int raised_for_codes(int width, float step, int unit)
 // Makes the numbers of the blocks of a width codes for the step of this lane's row, or those of zeros for
 // byte 0. `exponent`: what numbers are multiplied by besides mantissas.
 template <u32 PROFILE, int WIDTH, bool STORED>
-__device__ __forceinline__ void to_codes(Vectors& x, const Mantissas& mantissas, int exponent, u32 byte,
-                                         u32 lane) {
+__device__ __forceinline__ void to_codes(Vectors& x, const Mantissas& mantissas, int exponent, u32 byte) {
     if constexpr (has_width<PROFILE>(WIDTH)) {
         // Half a cell in units of codes: its mantissa, and an exponent that all have.
         const float half_cell = step_value(max(byte, 1u)) * (float)factor_of_width(WIDTH);
@@ -270,11 +269,11 @@ __device__ __forceinline__ void to_codes(Vectors& x, const Mantissas& mantissas,
         Two<u32> words;
         Grid<WIDTH> grid[2];
         if constexpr (WIDTH == 8) {
-            words = of_both(word, lane);
-            const Rows2 ups(up, lane);
+            words = of_both(word);
+            const Rows2 ups(up);
             grid[0] = Grid<8>::of(ups.of[0]), grid[1] = Grid<8>::of(ups.of[1]);
         } else {
-            words = of_both(word | half_of(up), lane);
+            words = of_both(word | half_of(up));
             grid[0] = Grid<WIDTH>::of(twice(words.low)), grid[1] = Grid<WIDTH>::of(twice(words.high));
         }
 #pragma unroll
@@ -306,7 +305,7 @@ __device__ __forceinline__ u32 encode_keys(Vectors& x, const Loaded& loaded, con
     const auto gain = [&](int b) { return decoded ? 1.f : gains[b]; };
     if (STORED) {
         const u32 mine = decoded ? 0x3c00u | (__float_as_uint(loaded.factor) >> 13 & 0x3ffu) : 0u;
-        mantissas.steps = of_both(twice(mine), lane);
+        mantissas.steps = of_both(twice(mine));
     }
     float counted[KEY_BLOCKS], largest = 0.f;
     {
@@ -329,7 +328,7 @@ __device__ __forceinline__ u32 encode_keys(Vectors& x, const Loaded& loaded, con
     const int exponent = exponent_of(scale);
     // Factors of both rows in float32, this lane's row times a power of 2.
     const auto exact_factors = [&](float times) {
-        const Rows2 rows((decoded ? -scale : scale) * times, lane);
+        const Rows2 rows((decoded ? -scale : scale) * times);
         asm volatile("" ::: "memory");  // gains are read again: such keys are rare
         return [rows, &frame](int i, int b) {
             const float by = rows.of[i];
@@ -344,7 +343,7 @@ __device__ __forceinline__ u32 encode_keys(Vectors& x, const Loaded& loaded, con
         if (loses_bits(exponent_of(least) + exponent)) {
             sizes.take(x, exact_factors(1.f));
         } else {
-            const Two<u32> words = of_both(exponent_byte(exponent), lane);
+            const Two<u32> words = of_both(exponent_byte(exponent));
             const u32 raised[2] = {raised_by(words.low, 0), raised_by(words.high, 0)};
             sizes.take(x,
                        [&](int i, int b) { return mantissas.raised<STORED>(b, i, raised[i], twice(MOST)); });
@@ -377,8 +376,8 @@ __device__ __forceinline__ u32 encode_keys(Vectors& x, const Loaded& loaded, con
         raised[i] = exact ? 0 : exponent + raised[i];
     }
     if (exact) mantissas = Mantissas::ones();
-    to_codes<PROFILE, 2, STORED>(x, mantissas, raised[0], byte, lane);
-    to_codes<PROFILE, 4, STORED>(x, mantissas, raised[1], byte, lane);
-    to_codes<PROFILE, 8, STORED>(x, mantissas, raised[2], byte, lane);
+    to_codes<PROFILE, 2, STORED>(x, mantissas, raised[0], byte);
+    to_codes<PROFILE, 4, STORED>(x, mantissas, raised[1], byte);
+    to_codes<PROFILE, 8, STORED>(x, mantissas, raised[2], byte);
     return finite ? byte : NAN_STEP;
 }

@@ -35,8 +35,8 @@ struct Two {
 };
 
 // What both rows of a lane have, from what lanes hold of the row that is theirs.
-__device__ __forceinline__ Two<u32> of_both(u32 mine, u32 lane) {
-    return {__shfl_sync(ALL_LANES, mine, lane & ~1u), __shfl_sync(ALL_LANES, mine, lane | 1)};
+__device__ __forceinline__ Two<u32> of_both(u32 mine) {
+    return {__shfl_sync(ALL_LANES, mine, 0, 2), __shfl_sync(ALL_LANES, mine, 1, 2)};
 }
 
 // The larger of the first and the size of the second of two pairs of raw elements. Compared as float16 even
@@ -173,11 +173,11 @@ __device__ __forceinline__ Loaded load_raw(u8* rows, const Frame* frame, int dow
     const int exponent = rotation_exponent(fmaxf(finite ? size : 0.f, frame ? frame->largest : 0.f), log);
     const int unit = exponent + down;  // of the raw elements
     const Two<u32> found =
-        of_both(raw_power((BF16 ? -133 : -24) - max(min(unit, 0), LEAST)) | (u32)exponent << 16, lane);
+        of_both(raw_power((BF16 ? -133 : -24) - max(min(unit, 0), LEAST)) | (u32)exponent << 16);
     const u32 scale[2] = {twice(found.low), twice(found.high)};
     if (!__all_sync(ALL_LANES, finite && unit <= 0 && unit >= LEAST)) {
         const int first = min(max(LEAST - unit, 0), 15) - max(unit, 0);
-        const Two<u32> factors = of_both(finite ? raw_power(first) : 0x8000u, lane);
+        const Two<u32> factors = of_both(finite ? raw_power(first) : 0x8000u);
 #pragma unroll
         for (int t = 0; t < TILES; ++t)
 #pragma unroll
