@@ -147,7 +147,7 @@ __device__ __forceinline__ void store_details(const Append& call, const Slot& sl
 }
 
 // Stores one side of a new token; warp `rank` of the vector tries one step. Where there is nothing to try,
-// the first warp does all. BITS may be a profile: of keys, or of 8 bits of values, too.
+// the first warp does all. BITS of keys may be a profile.
 template <int BITS>
 __device__ __forceinline__ void store_token(const Append& call, bool is_key, const NewToken& at,
                                             Slot& slot_out, Scratch& scratch, int rank, int stage, int lane) {
@@ -160,7 +160,7 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
     const int2 open = ((const int2*)call.layer.open)[at.bh];
 #if IN_BLOCKS
     ChannelOrder order;
-    if constexpr (IS_PROFILE) order = channel_order(call.layer, at.bh, is_key, lane);
+    if constexpr (IS_PROFILE) order = channel_order(call.layer, at.bh, lane);
 #endif
     const int down = IS_CODED ? call.layer.exponent[2 * at.bh + !is_key] : 0;
     u32 raw[PER_LANE];
@@ -192,13 +192,12 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
         }
 #if IN_BLOCKS
         if constexpr (IS_PROFILE) {
-            const Elements elements =
-                rotate_in_blocks(scaled, mean, order, scratch.arranged[rank], is_key, lane);
+            const Elements elements = rotate_in_blocks(scaled, mean, order, scratch.arranged[rank], lane);
             const auto agree = [&](u32 error) {
-                best = best_of<TRIES>(scratch, error, is_key ? 0 : 1, rank, stage, lane);
+                best = best_of<TRIES>(scratch, error, 0, rank, stage, lane);
                 return best;
             };
-            byte = encode_key<BITS>(elements, is_key, rank, agree, codes, lane);
+            byte = encode_key<BITS>(elements, rank, agree, codes, lane);
         } else
 #endif
         {
@@ -356,7 +355,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
             }
             const NewToken at = {bh, row, head, step, start};
             Scratch& scratch = scratches[vector];
-            if (BITS_K == BITS_V || (BITS_K == ALL_OF_8 && BITS_V == 8))
+            if (BITS_K == BITS_V)
                 // One copy of the code, for a warp waits for what it has not met yet.
                 store_token<BITS_K>(call, vector == 0, at, slots[step], scratch, rank, stage, lane);
             else if (vector == 0)

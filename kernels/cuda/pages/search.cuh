@@ -46,19 +46,13 @@ __device__ __forceinline__ u32 integer_product(float x, float factor) {
     return __float_as_uint(fmaf(x, factor, ROUNDER));
 }
 
-// The block Hadamard transform of integers without its factor, modulo 2^32; keys in blocks have smaller ones.
-// What all numbers have too much is taken off where a lane's part of the transform has brought it together,
-// or before.
-template <bool MAY_BE_KEY>
-__device__ __forceinline__ void add_and_subtract(u32 (&x)[PER_LANE], u32 too_much, bool is_key, int lane) {
-    constexpr int OF_LANE = ROTATION_BLOCK > 32 ? ROTATION_BLOCK / 32 : 1;  // elements of a block
-    constexpr int OF_KEY = MAY_BE_KEY && KEY_ROTATION > 32 ? KEY_ROTATION / 32 : 1;
-    if (MAY_BE_KEY)
-#pragma unroll
-        for (int j = 0; j < PER_LANE; ++j) x[j] -= too_much;
+// The Hadamard transform of integers in blocks of BLOCK without its factor, modulo 2^32. What all numbers
+// have too much is taken off where a lane's part of the transform has brought it together.
+template <int BLOCK>
+__device__ __forceinline__ void add_and_subtract(u32 (&x)[PER_LANE], u32 too_much, int lane) {
+    constexpr int OF_LANE = BLOCK > 32 ? BLOCK / 32 : 1;  // elements of a block
 #pragma unroll
     for (int to = 1; to < OF_LANE; to *= 2) {
-        if (MAY_BE_KEY && to >= OF_KEY && is_key) continue;
 #pragma unroll
         for (int j = 0; j < PER_LANE; ++j) {
             if (j & to) continue;
@@ -66,12 +60,10 @@ __device__ __forceinline__ void add_and_subtract(u32 (&x)[PER_LANE], u32 too_muc
             x[j] = a + b, x[j + to] = a - b;
         }
     }
-    if (!MAY_BE_KEY)
 #pragma unroll
-        for (int j = 0; j < PER_LANE; j += OF_LANE) x[j] -= OF_LANE * too_much;
+    for (int j = 0; j < PER_LANE; j += OF_LANE) x[j] -= OF_LANE * too_much;
 #pragma unroll
-    for (int h = 1; h < 32 && h < ROTATION_BLOCK; h *= 2) {
-        if (MAY_BE_KEY && h >= KEY_ROTATION && is_key) continue;
+    for (int h = 1; h < 32 && h < BLOCK; h *= 2) {
         const u32 sign = lane & h ? ~0u : 1u;
 #pragma unroll
         for (int j = 0; j < PER_LANE; ++j) x[j] = x[j] * sign + __shfl_xor_sync(ALL_LANES, x[j], h);
@@ -86,12 +78,12 @@ struct Rotated {
     bool finite;
 };
 
-// Rotates a raw vector as pages keep it, less its mean; where there is none that is zeros. MAY_BE_KEY: it may
-// be a key in blocks, as `is_key` says. `arrange` puts sums where their blocks are; `root`: the factor
-// without its power of 2.
-template <bool MAY_BE_KEY, class Arrange>
+// Rotates a raw vector as pages keep it, less its mean; where there is none that is zeros. BLOCK: 2^LOG
+// channels that are rotated together. `arrange` puts sums where their blocks are; `root`: the factor without
+// its power of 2.
+template <int BLOCK, int LOG, class Arrange>
 __device__ __forceinline__ Rotated rotate_integers(const float (&raw)[PER_LANE],
-                                                   const float (&mean)[PER_LANE], bool is_key, float root,
+                                                   const float (&mean)[PER_LANE], float root,
                                                    Arrange arrange) {
     // Sums of each are 2^24 at most, so the vector's may count 2^6 times as much. If the mean's unit is finer
     // than that, which is rare, both are rotated, one after the other: a number is rounded once all the same.
@@ -101,9 +93,8 @@ __device__ __forceinline__ Rotated rotate_integers(const float (&raw)[PER_LANE],
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
     const u32 most = largest_of(raw), most_of_mean = largest_of(mean);
     const bool finite = most < __float_as_uint(power_of_two(TOO_LARGE));
-    const int log = MAY_BE_KEY && is_key ? LOG_KEYS : LOG_BLOCK;
-    const int exponent = rotation_exponent(__uint_as_float(max(finite ? most : 0u, most_of_mean)), log);
-    const int of_mean = rotation_exponent(__uint_as_float(most_of_mean), log);
+    const int exponent = rotation_exponent(__uint_as_float(max(finite ? most : 0u, most_of_mean)), LOG);
+    const int of_mean = rotation_exponent(__uint_as_float(most_of_mean), LOG);
     int finer = most_of_mean ? min(exponent - of_mean, FINEST) : 0;
     const float by = power_of_two(-exponent), by_mean = -power_of_two(-of_mean);
     const u32 times = finer > ROOM ? 0u : 1u << finer;
@@ -117,7 +108,7 @@ __device__ __forceinline__ Rotated rotate_integers(const float (&raw)[PER_LANE],
 #pragma unroll 1
     for (;; finer = 0) {
         arrange(sums);
-        add_and_subtract<MAY_BE_KEY>(sums, ZERO * (times + 1), is_key, lane);
+        add_and_subtract<BLOCK>(sums, ZERO * (times + 1), lane);
         const float unit = power_of_two(-26 - finer);
 #pragma unroll
         for (int j = 0; j < PER_LANE; ++j) x[j] = fmaf(__int2float_rn((int)sums[j]), unit, x[j]);
@@ -134,14 +125,14 @@ __device__ __forceinline__ Rotated rotate_integers(const float (&raw)[PER_LANE],
         r.numbers[i] = pack_halves(x[2 * i], 2 * i + 1 < PER_LANE ? x[2 * i + 1] : 0.f);
     larger = __uint_as_float(__reduce_max_sync(ALL_LANES, __float_as_uint(larger)));
     r.largest = half_bits_to_float(half_of(larger));
-    r.factor = root * power_of_two(exponent + 2 - (log + 1) / 2);
+    r.factor = root * power_of_two(exponent + 2 - (LOG + 1) / 2);
     r.finite = finite;
     return r;
 }
 
 __device__ __forceinline__ Rotated rotate_vector(const float (&raw)[PER_LANE],
                                                  const float (&mean)[PER_LANE]) {
-    return rotate_integers<false>(raw, mean, false, FACTOR, [](u32(&)[PER_LANE]) {});
+    return rotate_integers<ROTATION_BLOCK, LOG_BLOCK>(raw, mean, FACTOR, [](u32(&)[PER_LANE]) {});
 }
 
 __device__ __forceinline__ Range range_of(const Rotated& x, int bits) {
