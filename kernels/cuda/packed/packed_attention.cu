@@ -96,7 +96,7 @@ __device__ __forceinline__ void read_query(const Call& call, const Sequence& s, 
         raw.shifts[i] = shifts[(lane + 32 * i) % (HEAD_DIM / 4)];
         if (IN_BLOCKS) {
             const u8* const order = call.k_order + (u64)s.bh * (HEAD_DIM / 2);
-            raw.order[i] = *(const u16*)(order + pair_of_place(2 * lane + 64 * i));
+            raw.order[i] = *(const u16*)(order + pair_of_position(2 * lane + 64 * i));
             raw.gain[i] = call.k_gain[4 * (u64)s.bh + (lane + 32 * i) / (HEAD_DIM / 8)];
         }
     }
@@ -132,7 +132,7 @@ __device__ __forceinline__ void rotate_query(const RawQuery& raw, float scale_lo
         __syncwarp();  // the row is written
 #pragma unroll
         for (int i = 0; i < PAIRS_OF_LANE; ++i) {
-            const float* const half = x + channel_of_place(0, 2 * lane + 64 * i);
+            const float* const half = x + channel_of_position(0, 2 * lane + 64 * i);
             pairs[i] = {half[raw.order[i] & 255], half[raw.order[i] >> 8]};
         }
         __syncwarp();  // every lane has its channels

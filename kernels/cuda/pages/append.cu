@@ -34,12 +34,12 @@ constexpr int KEY_TRIES = IN_BLOCKS && BITS_K != 16 ? tries_of_profile(BITS_K) :
 constexpr int VECTOR_WARPS = KEY_TRIES > tries_of(BITS_V) ? KEY_TRIES : tries_of(BITS_V);  // of a vector
 constexpr int WARPS = 16, FIRST_ROWS = WARPS - 2 * VECTOR_WARPS;
 constexpr int MAX_NEW = 16, MAX_GROUP = 16;
-constexpr int PAIRS_OF_LANE = (HEAD_DIM / 2 + 31) / 32;
+constexpr int HALF2_OF_LANE = (HEAD_DIM / 2 + 31) / 32;
 #define INFINITE __int_as_float(0x7f800000)
 
 // Byte offsets in a record of the top rung.
-constexpr int K_STEPS = key_code_bytes(BITS_K), V_CODES = K_STEPS + step_bytes(BITS_K);
-constexpr int V_STEPS = V_CODES + code_bytes(BITS_V), TAIL = V_STEPS + step_bytes(BITS_V);
+constexpr int K_SCALES = key_code_bytes(BITS_K), V_CODES = K_SCALES + scale_bytes(BITS_K);
+constexpr int V_SCALES = V_CODES + code_bytes(BITS_V), TAIL = V_SCALES + scale_bytes(BITS_V);
 
 enum Observed { MASS, INVERSE_NORM, ONE };  // what the importance of a new token is
 
@@ -228,7 +228,7 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
     if (slot.entry < 0) return;
     if (rank == 0 && is_key) store_details(call, slot, x, lane);
     if (rank != best) return;
-    if (IS_CODED && lane == 0) slot.page[(is_key ? K_STEPS : V_STEPS) + slot.number] = (u8)byte;
+    if (IS_CODED && lane == 0) slot.page[(is_key ? K_SCALES : V_SCALES) + slot.number] = (u8)byte;
     u8* const region = slot.page + (is_key ? 0 : V_CODES);
 #if IN_BLOCKS
     if constexpr (IS_PROFILE && BITS != ALL_OF_8) return write_key<BITS>(region, slot.number, codes, lane);
@@ -272,9 +272,9 @@ __device__ __forceinline__ void finish_row(const Append& call, int row, int head
     const u32* q = (const u32*)(call.q + row * call.q_batch + step * call.q_step + head_q * call.q_head);
     u32* out = (u32*)(call.out + (((u64)row * n.num_new + step) * heads_q + head_q) * HEAD_DIM);
     float* lse = call.lse + ((u64)row * heads_q + head_q) * n.num_new + step;
-    auto load = [&](const u32* from, u32(&words)[PAIRS_OF_LANE]) {
+    auto load = [&](const u32* from, u32(&words)[HALF2_OF_LANE]) {
 #pragma unroll
-        for (int i = 0; i < PAIRS_OF_LANE; ++i) {
+        for (int i = 0; i < HALF2_OF_LANE; ++i) {
             const bool there = HEAD_DIM % 64 == 0 || lane + 32 * i < HEAD_DIM / 2;
             words[i] = there ? from[lane + 32 * i] : 0;
         }
@@ -283,21 +283,21 @@ __device__ __forceinline__ void finish_row(const Append& call, int row, int head
     auto value_of = [&](int t) {
         return (const u32*)(n.v + row * n.v_batch + t * n.v_step + head * n.v_head);
     };
-    u32 query[PAIRS_OF_LANE], stored[PAIRS_OF_LANE] = {}, key[PAIRS_OF_LANE], value[PAIRS_OF_LANE];
+    u32 query[HALF2_OF_LANE], stored[HALF2_OF_LANE] = {}, key[HALF2_OF_LANE], value[HALF2_OF_LANE];
     load(q, query), load(key_of(0), key), load(value_of(0), value);  // all on their way at once
     if (call.has_stored) load(out, stored);
     float top = call.has_stored ? *lse * LOG2E : -INFINITE, origin = top == -INFINITE ? 0.f : top;
     float total = top == -INFINITE ? 0.f : 1.f, score = -INFINITE;  // score: of new token `lane`
-    float2 sum[PAIRS_OF_LANE];
+    float2 sum[HALF2_OF_LANE];
 #pragma unroll
-    for (int i = 0; i < PAIRS_OF_LANE; ++i) sum[i] = unpack_pair(stored[i]);
+    for (int i = 0; i < HALF2_OF_LANE; ++i) sum[i] = unpack_pair(stored[i]);
 #pragma unroll 1
     for (int t = 0; t <= step; ++t) {
         if (t) load(key_of(t), key), load(value_of(t), value);
         if (!is_valid(n, row, t)) continue;
         float dot = 0.f;
 #pragma unroll
-        for (int i = 0; i < PAIRS_OF_LANE; ++i) {
+        for (int i = 0; i < HALF2_OF_LANE; ++i) {
             const float2 x = unpack_pair(query[i]), y = unpack_pair(key[i]);
             dot += x.x * y.x + x.y * y.y;
         }
@@ -313,7 +313,7 @@ __device__ __forceinline__ void finish_row(const Append& call, int row, int head
         top = higher;
         total = total * keep + p;
 #pragma unroll
-        for (int i = 0; i < PAIRS_OF_LANE; ++i) {
+        for (int i = 0; i < HALF2_OF_LANE; ++i) {
             const float2 y = unpack_pair(value[i]);
             sum[i].x = sum[i].x * keep + p * y.x;
             sum[i].y = sum[i].y * keep + p * y.y;
@@ -323,7 +323,7 @@ __device__ __forceinline__ void finish_row(const Append& call, int row, int head
     const float unit = total == 0.f ? 0.f : __fdividef(1.f, total);  // a finite total is 1 or more
     const float weight = power_of_2(score - origin) * unit;
 #pragma unroll
-    for (int i = 0; i < PAIRS_OF_LANE; ++i) {
+    for (int i = 0; i < HALF2_OF_LANE; ++i) {
         if (HEAD_DIM % 64 && lane + 32 * i >= HEAD_DIM / 2) break;
         out[lane + 32 * i] = counts ? pack_pair(sum[i].x * unit, sum[i].y * unit) : 0;
     }

@@ -83,8 +83,8 @@ __device__ __forceinline__ void add_up(const Magnitudes& magnitudes, const u32 (
 template <int BITS>
 __device__ __forceinline__ int error_of(u32 sum, int step, int all) {
     if constexpr (BITS == 4) return (int)sum;
-    constexpr int OF_STEPS = ((1 << 2 * BITS) - 1) / 3 * 16 * COMPARED;  // squares of 1, 2, 4 ... steps
-    return step * (OF_STEPS * step - (all << BITS) - 2 * (int)sum);
+    constexpr int OF_SQUARES = ((1 << 2 * BITS) - 1) / 3 * 16 * COMPARED;  // squares of 1, 2, 4 ... steps
+    return step * (OF_SQUARES * step - (all << BITS) - 2 * (int)sum);
 }
 
 // Four times the i-th of the bytes of a word.
@@ -97,15 +97,15 @@ template <int BITS>
 __device__ __forceinline__ u32 best_byte(const Magnitudes& magnitudes, u32 below, int unit, int all,
                                          u32 lane) {
     constexpr bool WALKS = BITS < 4;
-    const u32 middle = integer_steps(below, unit, BITS);
+    const u32 middle = integer_scales(below, unit, BITS);
     u32 mine = __byte_perm(middle, 0, 0x4420);  // steps, a byte each
     if (WALKS) {
-        const u32 low = integer_steps(below - 1, unit, BITS), high = integer_steps(below + 2, unit, BITS);
+        const u32 low = integer_scales(below - 1, unit, BITS), high = integer_scales(below + 2, unit, BITS);
         mine |= low << 16 | high << 24;
     }
-    const Two<u32> steps = of_both(mine);
+    const Two<u32> scales = of_both(mine);
     const auto add = [&](int low, int high, u32(&sums)[2]) {
-        const u32 step[2] = {byte_of(steps.low, low), byte_of(steps.high, high)};
+        const u32 step[2] = {byte_of(scales.low, low), byte_of(scales.high, high)};
         add_up<BITS>(magnitudes, step, sums);
     };
     u32 first[2], second[2];
@@ -151,7 +151,7 @@ __device__ __forceinline__ u32 search_step(const Vectors& x, float factor, const
         if (takes_nearest(BITS) && (!STORED || !__any_sync(ALL_LANES, decoded))) return nearest_byte(guess);
         const u32 best = best_byte<BITS>(magnitudes, below_guess(guess), range.unit, (int)all, lane);
         if (takes_nearest(BITS) && !decoded) return nearest_byte(guess);
-        return guess >= LEAST_GUESS ? best : 0u;
+        return guess >= MIN_GUESS ? best : 0u;
     }
 }
 

@@ -210,8 +210,8 @@ __device__ __forceinline__ double sum_of_block(const Blocks<AT_ONCE>& blocks, in
     double sum = 0.;
 #pragma unroll 1
     for (int i = 0; i < HEAD_DIM / 4; ++i) {
-        const int place = HEAD_DIM / 4 * block + i, pair = blocks.order[h][pair_of_place(place)];
-        sum = __dadd_rn(sum, __dmul_rn(blocks.squares[h][channel_of_place(pair, place)],
+        const int position = HEAD_DIM / 4 * block + i, pair = blocks.order[h][pair_of_position(position)];
+        sum = __dadd_rn(sum, __dmul_rn(blocks.squares[h][channel_of_position(pair, position)],
                                        wide_power(-2 * (blocks.shifts[h][pair] + exponent))));
     }
     return sum;

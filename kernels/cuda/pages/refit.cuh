@@ -5,7 +5,7 @@
 #include "pages/code_layout.cuh"
 #include "pages/encode.cuh"
 #include "pages/state.cuh"
-#include "pages/steps.cuh"
+#include "pages/scales.cuh"
 
 constexpr int MAX_SHIFT = 14, MAX_FURTHER = 10;
 constexpr int MIN_GROWN = 800, MIN_AGAIN = 640;  // in 256ths of an order; where a pair has a shift
@@ -124,19 +124,19 @@ __device__ __forceinline__ void add_and_subtract(int (&x)[CHANNELS], int lane) {
 static_assert(KEY_ROTATION <= 64, "two channels of a lane");
 
 // Finds the codes of channels first to first + 31 or 63, in order, of a slot again: see `refit_codes` of
-// kvlab/reference/blocks.py. By place: `further` orders, and `most` of those of a rotation.
+// kvlab/reference/blocks.py. By position: `further` orders, and `most` of those of a rotation.
 __device__ __forceinline__ void refit_codes(u8* codes, int profile, int slot, int first, const u8* further,
                                             const u8* most, int lane) {
     constexpr int BLOCK = HEAD_DIM / KEY_BLOCKS, CHANNELS = KEY_ROTATION > 32 ? 2 : 1;
     int x[CHANNELS], before[CHANNELS];
-    const auto place = [&](int j) {
+    const auto position = [&](int j) {
         const int channel = first + lane + 32 * j, block = channel / BLOCK;
         const Run run = run_of_block(profile, block);
         return make_int3(width_of_block(profile, block), 128 * run.word, channel - BLOCK * run.first);
     };
 #pragma unroll
     for (int j = 0; j < CHANNELS; ++j) {
-        const int3 at = place(j);
+        const int3 at = position(j);
         u32 code = 0;
         KVLAB_FOR_WIDTH(at.x, code = read_code<BITS>(codes + at.y, element_at(KEYS, slot, at.z)));
         before[j] = code, x[j] = at.x ? 2 * (int)code + 1 - (1 << at.x) : 0;
@@ -148,7 +148,7 @@ __device__ __forceinline__ void refit_codes(u8* codes, int profile, int slot, in
     add_and_subtract(x, lane);
 #pragma unroll
     for (int j = 0; j < CHANNELS; ++j) {
-        const int3 at = place(j);
+        const int3 at = position(j);
         const int raised = most[first + lane + 32 * j], width = at.x;
         if (!width || !raised) continue;
         const int cell = (x[j] + (KEY_ROTATION << (width + raised))) >> (log_of(KEY_ROTATION) + raised + 1);
@@ -162,13 +162,13 @@ __device__ __forceinline__ void refit_codes(u8* codes, int profile, int slot, in
 // rotary pair `pair`, if there is one.
 __device__ __noinline__ void raise_shifts(const LayerState& s, int bh, int pair, int rises) {
     constexpr int HALF = HEAD_DIM / 2, TOGETHER = KEY_ROTATION > 32 ? 64 : 32;
-    __shared__ u8 orders[HALF], further[HEAD_DIM], most[HEAD_DIM];  // by pair; by place, of a rotation
+    __shared__ u8 orders[HALF], further[HEAD_DIM], most[HEAD_DIM];  // by pair; by position, of a rotation
     const u64 of_bh = (u64)bh * HALF;
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     if (pair >= 0 && pair < HALF) orders[pair] = (u8)rises, s.k_shift[of_bh + pair] += rises;
     __syncthreads();  // orders are there
-    if (thread < HEAD_DIM) further[thread] = orders[s.k_order[of_bh + pair_of_place(thread)]];
-    __syncthreads();  // those of places are there
+    if (thread < HEAD_DIM) further[thread] = orders[s.k_order[of_bh + pair_of_position(thread)]];
+    __syncthreads();  // those of positions are there
     if (thread < HEAD_DIM) {
         int largest = 0;
         for (int i = 0; i < KEY_ROTATION; ++i)

@@ -37,11 +37,11 @@ __device__ __forceinline__ ChannelOrder channel_order(const LayerState& s, int b
     u32 pairs[PER_LANE];
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) {
-        pairs[j] = s.k_order[(u64)bh * HEAD_DIM / 2 + pair_of_place(lane + 32 * j)];
+        pairs[j] = s.k_order[(u64)bh * HEAD_DIM / 2 + pair_of_position(lane + 32 * j)];
         r.gains[j] = s.k_gain[KEY_BLOCKS * bh + block_of(lane, j)];
     }
 #pragma unroll
-    for (int j = 0; j < PER_LANE; ++j) r.channels[j] = channel_of_place(pairs[j], lane + 32 * j);
+    for (int j = 0; j < PER_LANE; ++j) r.channels[j] = channel_of_position(pairs[j], lane + 32 * j);
     return r;
 }
 
@@ -144,7 +144,7 @@ __device__ __forceinline__ u32 encode_key(const Elements& x, int rank, Agree agr
 #pragma unroll
         for (int b = 0; b < KEY_BLOCKS; ++b) largest[b] *= to_sizes;
         const u32 guess = guess_of_blocks(largest, PROFILE, false, range.unit);
-        counts &= guess >= LEAST_GUESS;
+        counts &= guess >= MIN_GUESS;
         const u32 lowest = below_guess(guess) - (HEAD_DIM < 128);
         const float in_units = power_of_two(-range.unit);
         const u32 byte = lowest + rank;
