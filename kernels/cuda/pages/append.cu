@@ -355,10 +355,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
             }
             const NewToken at = {bh, row, head, step, start};
             Scratch& scratch = scratches[vector];
-            if (BITS_K == BITS_V)
-                // One copy of the code, for a warp waits for what it has not met yet.
-                store_token<BITS_K>(call, vector == 0, at, slots[step], scratch, rank, stage, lane);
-            else if (vector == 0)
+            // A copy of the code for each: a branch that both take costs more than what only one of them
+            // meets.
+            if (vector == 0)
                 store_token<BITS_K>(call, true, at, slots[step], scratch, rank, stage, lane);
             else
                 store_token<BITS_V>(call, false, at, slots[step], scratch, rank, stage, lane);
