@@ -280,17 +280,22 @@ def test_nan_of_a_live_token_shows(backend: Any) -> None:
 
 def test_comparison_refuses_wrong_answers() -> None:
     pages = draw_pages(4, "bfloat16", 128, MIXED, np.array([[12, 9]]))
+    pages.exponent[...] = 0  # or packed keys get all attention, or none: then their mean changes nothing
     q = draw_queries(4, "bfloat16", 1, 1, 8, 128)
     out = reference.packed_attention(q, pages)[0]
     low_out, _ = low_precision(q, pages)
     shifted = LayerPages(**(vars(pages) | {"k_mean": np.zeros_like(pages.k_mean)}))
     fewer = LayerPages(**(vars(pages) | {"num_pages": pages.num_pages - 4}))
+    larger = [
+        LayerPages(**(vars(pages) | {"exponent": pages.exponent + np.int8(one)})) for one in ([1, 0], [0, 1])
+    ]
     for wrong in (
         np.zeros_like(out),
         out[:, :, ::-1],
         out[..., ::-1],
         reference.packed_attention(q, shifted)[0],
         reference.packed_attention(q, fewer)[0],
+        *(reference.packed_attention(q, x)[0] for x in larger),
     ):
         with pytest.raises(AssertionError):
             assert_accurate(wrong.astype(q.dtype), out, low_out)
