@@ -37,7 +37,7 @@ __all__ = [
     "write_whole",
 ]
 
-FORMAT_VERSION = 9
+FORMAT_VERSION = 10
 MAX_HEADER = 64 << 20
 _NAMES = {"uint8": "U8", "uint16": "U16", "uint32": "U32", "int32": "I32", "int64": "I64", "float16": "F16"}
 _NAMES |= {"bfloat16": "BF16", "float32": "F32", "bool": "BOOL", "int8": "I8", "int16": "I16"}

@@ -37,6 +37,7 @@ __all__ = [
     "Ladder",
     "Rung",
     "default_bits",
+    "is_ample",
     "loss_of",
     "parse_bits",
 ]
@@ -49,12 +50,13 @@ BITS_IN_BLOCKS: tuple[int | str, ...] = ("k4220v2", "k4422v2", "k8422v3", "k8444
 BITS_OF_WIDTHS: tuple[int | str, ...] = (2, "k3v2", "k4v3", "k8v4", 8)
 
 
-def default_bits(head_dim: int, *, frames_hold: bool) -> tuple[int | str, ...]:
+def default_bits(head_dim: int, *, frames_hold: bool, is_ample: bool = False) -> tuple[int | str, ...]:
     """Return the ladder of caches that name none.
 
     Keys are worth more bits than values, and their channels of most energy more than others. Which these are
     says the frame of a head: where it does not hold for later tokens, profiles cost more than they bring
-    (docs/performance/quality.md).
+    (docs/performance/quality.md). In blocks keys of 8 bits have twice the squared error of scores that they
+    have in one basis (docs/performance/demo.md): where bytes are many, tokens that count most are exact.
 
     Parameters
     ----------
@@ -62,15 +64,43 @@ def default_bits(head_dim: int, *, frames_hold: bool) -> tuple[int | str, ...]:
         Profiles are used at 64 and 128.
     frames_hold : bool
         Frames are given, or it is known how RoPE turns keys, and rows have bytes for their first tokens.
+    is_ample : bool
+        The budget is large, as `is_ample` says.
 
     Examples
     --------
     >>> default_bits(64, frames_hold=True)
     ('k4220v2', 'k4422v2', 'k8422v3', 'k8444v4', 8)
+    >>> default_bits(64, frames_hold=True, is_ample=True)
+    ('k4220v2', 'k4422v2', 'k8422v3', 'k8444v4', 8, 16)
     >>> default_bits(80, frames_hold=True), default_bits(64, frames_hold=False)
     ((2, 'k3v2', 'k4v3', 'k8v4', 8), (2, 'k3v2', 'k4v3', 'k8v4', 8))
     """
-    return BITS_IN_BLOCKS if frames_hold and head_dim in (64, 128) else BITS_OF_WIDTHS
+    if not frames_hold or head_dim not in (64, 128):
+        return BITS_OF_WIDTHS
+    return (*BITS_IN_BLOCKS, 16) if is_ample else BITS_IN_BLOCKS
+
+
+def is_ample(fraction: float, tokens: int) -> bool:
+    """Whether a budget is so large that the default ladder with profiles has a rung of 16.
+
+    The newest tokens have pages of the highest rung, and others pay for them: rows have to have many bytes.
+    With less than half of the bytes it brings less, and costs a GPU more time: pages without exact tokens are
+    read by products of 8-bit integers (docs/performance/quality.md).
+
+    Parameters
+    ----------
+    fraction : float
+        The budget over the bytes of exact tokens.
+    tokens : int
+        A row never has fewer bytes than for this length.
+
+    Examples
+    --------
+    >>> is_ample(0.5, 2048), is_ample(0.3, 2048), is_ample(0.5, 256)
+    (True, False, False)
+    """
+    return fraction >= 0.5 and fraction * tokens >= 512
 
 
 class Rung(NamedTuple):

@@ -91,6 +91,7 @@ class Twins(RuleBasedStateMachine):
         dims = [dim for dim in self.head_dims if dim % 64 == 0 or options["bits"] not in IN_BLOCKS]
         self.dim = int(self.rng.choice(dims))
         options["importance"] = str(self.rng.choice(self.policies))
+        self.scale = np.float16(self.rng.choice([1, 2**-9]))
         self.caches = [
             MixedPrecisionCache(LAYERS, HEADS * GROUP, HEADS, self.dim, device=device, **options)
             for device in self.devices
@@ -110,7 +111,8 @@ class Twins(RuleBasedStateMachine):
     def new(self, n: int) -> list[np.ndarray]:
         shape = (self.caches[0].batch, n, HEADS, self.dim)
         q = np.zeros((*shape[:2], HEADS * GROUP, self.dim), np.float16)
-        return [q, *(self.rng.standard_normal(shape).astype(np.float16) + np.float16(0.5) for _ in "kv")]
+        k, v = (self.rng.standard_normal(shape).astype(np.float16) + np.float16(0.5) for _ in "kv")
+        return [q, k * self.scale, v * self.scale]
 
     @rule(n=st.sampled_from([1, 2, 16, 17, 64, 130]), padded=st.booleans())
     @precondition(lambda self: self.caches[0].seqlen < LONGEST)

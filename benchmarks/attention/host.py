@@ -1,20 +1,26 @@
 """Time that a call of attention takes the host, beside torch's SDPA, forward and with gradients by autograd.
 
-    python benchmarks/attention/host.py OUT.json [--turns N]
+    python benchmarks/attention/host.py OUT.json [--turns N] [--before CHECKOUT]
 
 A call has 128 tokens, 32 query heads on 8 of 128 channels, bfloat16, causal: the GPU is done before the host
 comes with the next one. Calls take turns of 40 in a row. Of the turns the median counts, and the least, for
 other work on the host makes single turns slower. "one" is torch.autograd.set_multithreading_enabled(False),
 where gradients need no other thread to wake up; "flash" has as many KV heads as query heads, since torch's
-FlashAttention takes no fewer.
+FlashAttention takes no fewer. With --before another checkout is measured, too: by this script in two
+processes, which take turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +33,7 @@ from kvlab.lab.benchmark import harness
 
 Call = Callable[[], Any]
 TOKENS, HEADS, HEADS_KV, DIM, IN_A_ROW = 128, 32, 8, 128, 40
+THREADS = "one", "default"
 sdpa = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
 
 
@@ -112,27 +119,78 @@ def turn(call: Call) -> float:
     return (time.perf_counter_ns() - start) / IN_A_ROW / 1e3
 
 
+def turns(made: dict[str, Call], threads: str) -> dict[str, float]:
+    """Return microseconds of all calls in a turn."""
+    with torch.autograd.set_multithreading_enabled(threads == "default"):
+        return {name: turn(call) for name, call in made.items()}
+
+
 def measure(number: int) -> Iterator[dict[str, Any]]:
     made = calls()
-    for threads in ("one", "default"):
-        with torch.autograd.set_multithreading_enabled(threads == "default"):
-            for call in made.values():
-                turn(call)
-            turns = [{name: turn(call) for name, call in made.items()} for _ in range(number)]
-        for name in made:
-            times = sorted(each[name] for each in turns)
-            yield {
-                "threads": threads, "call": name, "host_us": times[len(times) // 2], "least_us": times[0],
-            }  # fmt: skip
+    for threads in THREADS:
+        turns(made, threads)
+        yield from _rows([turns(made, threads) for _ in range(number)], threads=threads)
+
+
+def _rows(found: list[dict[str, float]], **of_all: str) -> Iterator[dict[str, Any]]:
+    for name in found[0]:
+        times = sorted(each[name] for each in found)
+        yield {**of_all, "call": name, "host_us": times[len(times) // 2], "least_us": times[0]}
+
+
+def serve() -> int:
+    """Measure the calls that both checkouts have once for each line on stdin, which names the threads."""
+    made = {name: call for name, call in calls().items() if not hasattr(call, "in_a_row")}
+    for threads in THREADS:
+        turns(made, threads)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(json.dumps(turns(made, line.strip())), flush=True)
+    return 0
+
+
+def measure_both(before: Path, number: int) -> Iterator[dict[str, Any]]:
+    """Measure in a process for each checkout, in turns; medians of ratios to SDPA come last."""
+    roots = {"now": Path(__file__).parents[2], "before": before}
+    servers = {}
+    for code, root in roots.items():
+        path = os.pathsep.join([str(root.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])])
+        servers[code] = subprocess.Popen(
+            [sys.executable, __file__, "--serve"], env={**os.environ, "PYTHONPATH": path},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    asked: dict[str, Any] = {code: (server.stdin, server.stdout) for code, server in servers.items()}
+    for code, (_, answers) in asked.items():
+        if answers.readline() != "ready\n":
+            raise RuntimeError(f"the calls of {roots[code]} did not run")
+    found: dict[tuple[str, str], list[dict[str, float]]] = {}
+    for index in range(number):
+        for threads in THREADS:
+            for code in list(roots)[:: 1 if index % 2 else -1]:
+                questions, answers = asked[code]
+                print(threads, file=questions, flush=True)
+                found.setdefault((threads, code), []).append(json.loads(answers.readline()))
+    for server in servers.values():
+        server.communicate()
+    for (threads, code), each in found.items():
+        yield from _rows(each, threads=threads, code=code)
+    for (threads, code), each in found.items():
+        ratios = sorted(x["kvlab and gradients"] / x["SDPA and gradients"] for x in each)
+        yield {"threads": threads, "code": code, "gradients_of_sdpa": ratios[len(ratios) // 2]}
 
 
 def cases(given: argparse.Namespace) -> list[harness.Case]:
+    if given.before:
+        return [harness.Case("both in turns", partial(measure_both, given.before, given.turns))]
     return [harness.Case("all calls in turns", partial(measure, given.turns))]
 
 
 def main() -> int:
+    if sys.argv[1:] == ["--serve"]:
+        return serve()
     parser = harness.options(__doc__)
     parser.add_argument("--turns", type=int, default=30)
+    parser.add_argument("--before", type=Path, help="another checkout, to time it, too")
     return harness.run(parser, cases, cudnn=torch.backends.cudnn.version())
 
 

@@ -91,7 +91,7 @@ class LayerFormat:
     def fixed_nbytes(self) -> int:
         """Bytes that a row takes without any page: number of pages, key frame and ratios of each head."""
         half = self.head_dim // 2
-        return self.num_heads_kv * (4 + 5 * half + (3 * half + 16 + 2) * self.in_blocks)
+        return self.num_heads_kv * (6 + 5 * half + (3 * half + 16) * self.in_blocks)
 
     @cached_property
     def waiting_nbytes(self) -> int:
@@ -133,8 +133,9 @@ class Layer:
 
     @cached_property
     def takes_mean(self) -> bool:
-        """Whether rows take their frame from their first tokens: if none is given and keys are packed."""
-        return self.frame is None and any(rung.bits_k != 16 for rung in self.store.ladder)
+        """Whether rows take their frame from their first tokens: if none is given and tokens are packed."""
+        packed = (rung.bits_k != 16 or rung.bits_v != 16 for rung in self.store.ladder)
+        return self.frame is None and any(packed)
 
     def waits_within(self, row_budget: int) -> bool:
         """Whether so many bytes hold the waiting pages of a row, and then the pages that its tokens go to."""

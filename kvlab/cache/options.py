@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvlab.arguments import LONGEST, check_device, check_names, choice, number, whole_number
 from kvlab.arrays import Array, dtype_name
 from kvlab.cache.importance import Importance, UpdateFunction
-from kvlab.ladder import BITS, Bits, default_bits
+from kvlab.ladder import BITS, Bits, default_bits, is_ample
 from kvlab.ops.allocator import METHODS, Method
 from kvlab.ops.key_frames import KeyFrames
 from kvlab.ops.layer_state import WAITING_PAGES
@@ -140,10 +140,6 @@ class CacheOptions:
         if self.max_seqlen is not None:
             self.max_seqlen = whole_number(self.max_seqlen, "max_seqlen", 0, LONGEST)
         self.rotary = _rotary(self.rotary, self.num_layers, self.head_dim)
-        if self.bits == BITS:
-            self.bits = default_bits(self.head_dim, frames_hold=self._frames_hold())
-        elif isinstance(self.bits, Iterable) and not isinstance(self.bits, str):
-            self.bits = tuple(self.bits)
         if self.frames is not None:
             if not isinstance(self.frames, KeyFrames):
                 raise TypeError(f"frames must be KeyFrames, got {type(self.frames).__name__}")
@@ -159,6 +155,11 @@ class CacheOptions:
         choice(self.allocator, "allocator", METHODS)
         self.dtype = _name_of_dtype(self.dtype)
         choice(self.dtype, "dtype", DTYPES)
+        if self.bits == BITS:
+            frames_hold, ample = self._frames_hold(), self._is_ample()
+            self.bits = default_bits(self.head_dim, frames_hold=frames_hold, is_ample=ample)
+        elif isinstance(self.bits, Iterable) and not isinstance(self.bits, str):
+            self.bits = tuple(self.bits)
         check_device(self.device)
         self.device = self.device or "cpu"
         if self.on_gpu:
@@ -205,6 +206,21 @@ class CacheOptions:
             return budget.fraction * max(self.max_seqlen, self.plan_length) >= tokens
         token_nbytes = 2 * 2 * self.num_layers * self.num_heads_kv * self.head_dim
         return budget.nbytes is None or budget.nbytes >= max(self.batch, 1) * tokens * token_nbytes
+
+    def _is_ample(self) -> bool:
+        """Whether the default ladder has exact tokens, too."""
+        budget, itemsize = parse_budget(self.budget), 4 if self.dtype == "float32" else 2
+        tokens, windows = self.plan_length, [window for window in self.windows if window]
+        if budget.fraction is not None:
+            fraction = budget.fraction * 2 / itemsize
+        elif budget.nbytes is None or not self.max_seqlen:
+            return False
+        else:
+            tokens = self.max_seqlen
+            of_layers = sum(min(tokens, window or tokens) for window in self.windows)
+            of_token = 2 * itemsize * self.num_heads_kv * self.head_dim
+            fraction = budget.nbytes / (max(self.batch, 1) * of_token * of_layers)
+        return is_ample(fraction, min([tokens, *windows]))
 
     def settings(self) -> Settings:
         """The options that plans and steps need."""

@@ -127,10 +127,14 @@ def make_case(
 ) -> AblationCase:
     """Return the case that the options stand for; a geometry (layers, heads, KV heads, channels) or none."""
     from kvlab.lab.ablation.grid import MODELS, AblationCase, Geometry
-    from kvlab.ladder import BITS, default_bits
+    from kvlab.ladder import BITS, default_bits, is_ample
 
     def case(model: str | None, geometry: Geometry) -> AblationCase:
-        own = default_bits(geometry.head_dim, frames_hold=model is not None and use_packing)
+        own = default_bits(
+            geometry.head_dim,
+            frames_hold=model is not None and use_packing,
+            is_ample=is_ample(budget, context_length),
+        )
         ladder = ",".join(map(str, own)) if bits == BITS else bits
         return AblationCase(budget, ladder, context_length, use_packing, model, geometry, **options)
 

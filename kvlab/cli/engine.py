@@ -66,6 +66,7 @@ def check(
     if layer != "all" and not layer.isdecimal():
         raise typer.BadParameter(f"--layer {layer!r}: write the number of a layer, or all")
     with options_named(**_CHECKED):
+        _say_how_weights_come(model)
         rows, times = compare(
             model, layers=None if layer == "all" else [int(layer)], seq_len=seq_len, dtype=dtype, seed=seed,
             device=device, dump=dump, runs=num_runs if benchmark else 0,
@@ -107,6 +108,7 @@ def random_check(
     from kvlab.lab.results import print_table
 
     with options_named(**_CHECKED):
+        _say_how_weights_come(model)
         found = compare(model, runs=runs, seq_len=seq_len, dtype=dtype, seed=seed, device=device)
     emit_json(found, as_json=as_json, output=output)
     if not as_json:
@@ -162,3 +164,11 @@ def generate(
             text += part
     typer.echo(err=as_json)
     emit_json({"model": model, "prompt": prompt, "text": text}, as_json=as_json, output=output)
+
+
+def _say_how_weights_come(model: str) -> None:
+    """Print the line that stands on stderr for minutes where a model is large."""
+    from kvlab.engine.geometry import PUBLISHED
+
+    come = "drawn" if model in PUBLISHED else "read"
+    typer.echo(f"{model}: weights are {come}, then layers are compared", err=True)

@@ -16,13 +16,15 @@ __all__ = ["SHARED_LIMIT", "TokenKernel"]
 
 SHARED_LIMIT = 232_448 - 1_536  # bytes of a block on sm_90, less barriers, moments and chunks
 _MAX_SLOTS = 48  # whose barriers fit what SHARED_LIMIT leaves
-_LARGEST_SLOT = 16  # KiB: 10 were faster than 20 on an H200, 16 is what Llama's widths give
+_LARGEST_SLOT = 12  # KiB: with 16 in place of 8 tokens take up to 3 % longer on an H200
 _SMALL_SLOT = 8  # KiB, from which on a slot's barriers cost little beside its products
 _SMALL_SHARE = 0.75  # of a ring of smaller slots, which counts: 6 KiB took pythia-160m longer than 8 and 12
 _MIN_SLOT = 4  # KiB: of smaller ones a block waits for barriers, .16 us each, and not for memory
-_UNDER_WAY_SECONDS = 1.7e-6  # of 1.2 to 2.5, on an H100 and an H200; with the whole ring 7 % slower
-_SHORT_UNDER_WAY_SECONDS = 1.4e-6  # where phases are short: 3 to 6 % faster on an H100, 2 % slower elsewhere
+_UNDER_WAY = 48  # KiB of copies under way, on an H100 and an H200; with the whole ring 7 % slower
+_SHORT_SECONDS = 1.4e-6  # of memory's work, where phases are short, if that is less: 3 to 6 % of a token
+_LONG_SECONDS = 1.9e-6  # where they are long, if that is more: 1 to 2 %
 _SHORT_PHASE = 256  # KiB of a product for a block, up to which waits count and copies delay them
+_LONG_PHASE = 1024  # from which on memory counts alone
 _WHOLE_RING = 192  # KiB of slots, from which on more gain nothing
 _OUTPUTS = ("out", "o", "down")  # products whose columns are split
 _SPLIT = 16  # KiB that memory brings a block while sums of twice as many splits are added up
@@ -30,7 +32,8 @@ _SPLIT_ROW = 1  # KiB more for each row, where nothing else lies between a produ
 _UNEVEN = 0.2  # of the KiB that a block has more than the mean; the others copy weights of the next phase
 _FEW_ROWS = 4  # up to which that counts; for 8 rows and more it made no difference
 _FEW_GROUPS = 2  # of adders, each of which tells the others that it is done: 1 % of pythia-160m
-_LONG_PHASE = 64  # KiB of outputs for a block, from which on parallel layers are faster with two splits
+_TWO_SPLITS = 64  # KiB of outputs for a block, from which on parallel layers are faster with two splits
+_FOUR_SPLITS = 1024  # and with four
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,12 +137,13 @@ class TokenKernel:
         """
         geometry = self.geometry
         columns = sum(c for name, (_, c) in geometry.products().items() if name in _OUTPUTS)
-        long = geometry.parallel and 2 * geometry.hidden * columns >= 1024 * _LONG_PHASE * multiprocessors
+        outputs = 2 * geometry.hidden * columns / multiprocessors / 1024
+        best = geometry.parallel * ((outputs >= _TWO_SPLITS) + (outputs >= _FOUR_SPLITS))  # log2 of splits
         size = self.slot_blocks
         share = 1.0 if size >= _SMALL_SLOT else _SMALL_SHARE if size >= _MIN_SLOT else 0.0
         ring = share * self.slots * size
         sums = _SPLIT if geometry.parallel else _SPLIT + _SPLIT_ROW * self.batch
-        found = _WHOLE_RING - min(ring, _WHOLE_RING) + sums * abs(math.log2(self.splits) - long)
+        found = _WHOLE_RING - min(ring, _WHOLE_RING) + sums * abs(math.log2(self.splits) - best)
         if self.batch > _FEW_ROWS:
             return found
         of_block = geometry.hidden // 16 / max(multiprocessors // self.splits, 1)  # tiles
@@ -174,9 +178,9 @@ class TokenKernel:
     def most_under_way(self, bandwidth: float, multiprocessors: int) -> int:
         """Slots of the ring whose copies are under way at a time.
 
-        As nearly as slots allow so many bytes as memory brings in twice the time that it takes for one:
-        fewer would leave it idle, and behind more of them everything else waits. Where phases are short, and
-        so mostly waits, fewer.
+        Fewer would leave memory idle, and behind more of them everything else waits. Where phases are short,
+        and so mostly waits, no more than memory brings in a short time; where they are long, no less than it
+        brings in a longer one.
 
         Parameters
         ----------
@@ -194,9 +198,13 @@ class TokenKernel:
         """
         layer = 2 * sum(rows * columns for rows, columns in self.geometry.products().values())
         products = self.phases - 1  # all but attention
-        is_short = layer <= 1024 * _SHORT_PHASE * products * multiprocessors
-        seconds = _SHORT_UNDER_WAY_SECONDS if is_short else _UNDER_WAY_SECONDS
-        wanted = round(bandwidth / multiprocessors * seconds / (1024 * self.slot_blocks))
+        phase, of_block = layer / products / multiprocessors / 1024, bandwidth / multiprocessors / 1024
+        most: float = _UNDER_WAY
+        if phase <= _SHORT_PHASE:
+            most = min(most, _SHORT_SECONDS * of_block)
+        elif phase >= _LONG_PHASE:
+            most = max(most, _LONG_SECONDS * of_block)
+        wanted = int(most / self.slot_blocks)
         return min(max(wanted, 2), self.slots)
 
     @property

@@ -43,6 +43,7 @@ Numbers = tuple[Longest, Options, bool]
 Known = tuple[Call, list[int]]
 """A call and the addresses of its tensors, as `call_of` returns them."""
 
+_are_transforms_active = torch._C._are_functorch_transforms_active
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
@@ -148,7 +149,7 @@ def attention_varlen(
 
 def refuse_transforms() -> None:
     """Refuse calls under the transforms of torch.func."""
-    if torch._C._are_functorch_transforms_active():
+    if _are_transforms_active():
         raise NotImplementedError(
             "attention has no rule for the transforms of torch.func (grad, vmap, ...): call backward(), or "
             "torch.autograd.grad"
@@ -172,7 +173,7 @@ class _Calls:
 
     def __init__(self, numbers: Numbers) -> None:
         longest, options, deterministic = numbers
-        self.numbers = numbers
+        self.numbers, self.is_variable = numbers, longest is not None
         self.forward = forward.signature_of(longest), options, longest, 0
         self.backward = attention_backward.signature_of(longest), options, longest, int(deterministic)
         self.find, self.find_backward = (
@@ -192,7 +193,8 @@ def _run(tensors: tuple[Any, ...], numbers: Numbers, return_lse: bool) -> torch.
     """Compute in the cheapest way that torch can still differentiate and compile; numbers are checked."""
     if is_compiling():
         return _operate(tensors, numbers, return_lse)
-    refuse_transforms()
+    if _are_transforms_active():
+        refuse_transforms()
     q, k, v, *bounds = tensors
     calls = _calls_of(numbers)
     known = calls.find(tensors)
@@ -202,7 +204,7 @@ def _run(tensors: tuple[Any, ...], numbers: Numbers, return_lse: bool) -> torch.
         if _is_looked_at(tensors):
             return _operate(tensors, numbers, return_lse)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        recorded: torch.Tensor | Two = _record(q, k, v, known, calls, return_lse, *bounds)
+        recorded: torch.Tensor | Two = _record(q, k, v, (known, calls, return_lse), *bounds)
         return recorded
     call, addresses = known or _call_of(calls.forward, tensors)
     found: torch.Tensor | Two = forward.compute(call, addresses, tensors, return_lse)
@@ -227,7 +229,8 @@ def _is_looked_at(tensors: tuple[Any, ...]) -> bool:
 class _Recorded(torch.autograd.Function):
     """Attention as a node of autograd.
 
-    Its inputs are q, k and v, the call if it is known, `_Calls`, whether lse is wanted, and cu_seqlens.
+    Its inputs are q, k and v, how they attend (the call if it is known, `_Calls`, whether lse is wanted), and
+    cu_seqlens.
     """
 
     @staticmethod
@@ -236,16 +239,15 @@ class _Recorded(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        known: Known | None,
-        calls: _Calls,
-        return_lse: bool,
+        how: tuple[Known | None, _Calls, bool],
         *bounds: torch.Tensor,
     ) -> torch.Tensor | Two:
-        tensors = q, k, v, *bounds
+        tensors, (known, calls, return_lse) = (q, k, v, *bounds), how
         call, addresses = known or _call_of(calls.forward, tensors)
         out, lse = forward.compute(call, addresses, tensors, True)
         ctx.calls = calls
-        ctx.save_for_backward(q, k, v, out, lse, *bounds)
+        # To save the output of a node itself costs its backward a new tensor. This one knows of changes, too.
+        ctx.save_for_backward(q, k, v, out.detach(), lse, *bounds)
         if not return_lse:
             return out  # type: ignore[no-any-return]
         ctx.mark_non_differentiable(lse)
@@ -254,18 +256,28 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, *_: Any) -> Any:
+        """As compilers call it, and where gradients are recorded."""
         if torch.is_grad_enabled():
             return _backward_once(ctx, dout)
         if dout is None:
             return _NO_GRADIENTS
         q, k, v, *others = ctx.saved_tensors
-        tensors = q, k, v, dout, *others
-        known = None if is_compiling() else ctx.calls.find_backward(tensors)
-        if known is None:
-            return *_gradients(ctx.calls.numbers, tensors), None, None, None, None, None
-        call, addresses = known
-        dq, dk, dv = attention_backward.compute(call, addresses, tensors)
-        return dq, dk, dv, None, None, None, None, None
+        return *_gradients(ctx.calls.numbers, (q, k, v, dout, *others)), None, None, None
+
+
+def _backward_at_once(ctx: Any, dout: torch.Tensor | None, *_: Any) -> Any:
+    """As torch's engine calls `_Recorded.backward`, mostly in a thread of its own, whose core has seen little
+    of what it touches here."""
+    if dout is None or torch.is_grad_enabled():
+        return _Recorded.backward(ctx, dout)
+    q, k, v, *others = ctx.saved_tensors
+    tensors, calls = (q, k, v, dout, *others), ctx.calls
+    known = calls.find_backward(tensors)
+    if known is None:
+        return *_gradients(calls.numbers, tensors), None, None, None
+    call, addresses = known
+    dq, dk, dv = attention_backward.compute(call, addresses, tensors)
+    return (dq, dk, dv, None, None, None) if calls.is_variable else (dq, dk, dv, None)
 
 
 def _gradients(numbers: Numbers, tensors: tuple[Any, ...]) -> Three:
@@ -285,7 +297,9 @@ def _gradients(numbers: Numbers, tensors: tuple[Any, ...]) -> Three:
 
 _backward_once = once_differentiable(_Recorded.backward)  # for a backward that is itself recorded
 
-_NO_GRADIENTS = (None,) * 8
+_Recorded._backward_cls.apply = _backward_at_once  # type: ignore[attr-defined]
+
+_NO_GRADIENTS = (None,) * 6
 """Of as many inputs as a `_Recorded` has at most: torch lets those go that are too many."""
 
 _record: Any = super(torch.autograd.Function, _Recorded).apply

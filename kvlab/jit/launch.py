@@ -9,7 +9,6 @@ launch: a call of the `Kernel` with its arguments, and a `PreparedLaunch`, whose
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 import struct
@@ -24,7 +23,7 @@ from kvlab.device import compute_capability
 from kvlab.errors import needs_extra
 from kvlab.jit.build import Built, arch_of, build
 from kvlab.jit.cubin import Resources, read_resources
-from kvlab.jit.native import Table, allows_cluster
+from kvlab.jit.native import HELD, Table, Target, allows_cluster
 from kvlab.jit.numba import build_numba
 
 __all__ = [
@@ -228,7 +227,7 @@ class PreparedLaunch:
                 f"{kernel.name}: cluster={cluster}: device {kernel.device} has no clusters of so many; take "
                 f"{_PORTABLE_CLUSTER} or fewer"
             )
-        self._table = Table([self.row] if self.row else [], [])
+        self._table = Table([self.row] if self.row else [], [], self._go_on)
 
     @property
     def row(self) -> tuple[int, int, int] | None:
@@ -239,9 +238,10 @@ class PreparedLaunch:
 
     def __call__(self, stream_pointer: int) -> None:
         """Launch on a stream of the kernel's device, the current one or another."""
-        self._table.write(stream_pointer)
-        if failed := self._table.run():
-            _go_on(self._table, failed, self.kernel.device)
+        self._table.run(stream_pointer)
+
+    def _go_on(self, failed: int) -> None:
+        _go_on(self._table, failed, self.kernel.device)
 
 
 class PreparedLaunches:
@@ -252,38 +252,39 @@ class PreparedLaunches:
     Parameters
     ----------
     launches : sequence of PreparedLaunch
-    addresses : sequence of int
-        Addresses of words of 8 bytes in arguments: one for each value of a call, which is written there.
+    targets : sequence of Target
+        Where in arguments the values of a call are written, one for each.
 
     Attributes
     ----------
     launches
         As given.
+    run : function
+        Write values and launch, given a stream and the values; not in two threads at once.
     """
 
-    def __init__(self, launches: Sequence[PreparedLaunch], addresses: Sequence[int]) -> None:
-        self.launches, self._addresses = launches, addresses
-        self._table = Table([launch.row for launch in launches if launch.row], addresses)
-        self.write, self._run = self._table.write, self._table.run
+    def __init__(self, launches: Sequence[PreparedLaunch], targets: Sequence[Target]) -> None:
+        self.launches = launches
+        self._table = Table([launch.row for launch in launches if launch.row], targets, self._go_on)
+        self.run = self._table.run
 
-    def run(self) -> None:
-        """Launch behind what `write` wrote."""
-        if failed := self._run():
-            _go_on(self._table, failed, self.launches[0].kernel.device)
-
-    def one_by_one(self) -> None:
-        """Do the same with a call for each launch, which can be recorded."""
-        stream, *values = self._table.written()
-        for address, value in zip(self._addresses, values, strict=True):
-            ctypes.c_uint64.from_address(address).value = value
+    def _go_on(self, failed: int) -> None:
+        if failed != HELD:
+            return _go_on(self._table, failed, self.launches[0].kernel.device)
+        # A call for each launch, which can be recorded; nothing is launched where the table only writes.
+        self._table.run_from(len(self.launches))
         for launch in self.launches:
-            launch(stream)
+            launch(self._table.written()[0])
+        return None
 
 
 def _go_on(table: Table, failed: int, device: int) -> None:
     """Go on with the launch that failed: another device is current, or the thread has not used CUDA yet."""
-    with _current(device):
-        failed = table.run_from(failed >> 32)
+    if failed == HELD:
+        failed = table.run_from(0)
+    if failed:
+        with _current(device):
+            failed = table.run_from(failed >> 32)
     if failed:
         raise _driver_error()(failed & 0xFFFFFFFF)
 

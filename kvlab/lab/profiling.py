@@ -18,7 +18,8 @@ from unittest import mock
 import numpy as np
 
 import kvlab
-from kvlab.jit.launch import Kernel, PreparedLaunch, PreparedLaunches
+from kvlab.jit.launch import Kernel, PreparedLaunch
+from kvlab.jit.native import hold
 from kvlab.lab.counters import count
 from kvlab.lab.results import Row, provenance
 from kvlab.lab.targets import PARTS, Machine, resolve
@@ -278,7 +279,7 @@ def recorded(
     with (
         mock.patch.object(Kernel, "__call__", record),
         mock.patch.object(PreparedLaunch, "__call__", record_prepared),
-        mock.patch.object(PreparedLaunches, "run", PreparedLaunches.one_by_one),
+        hold(),  # so that launches in turn are calls of each
     ):
         yield
 

@@ -89,12 +89,12 @@ class LastCall(Generic[CallT]):
     """
 
     def __init__(self) -> None:
-        self._last: tuple[CallT | None, Callable[..., bool], Any] = None, _never, None
+        self._last: tuple[Any, Callable[..., bool], Any] = None, _never, None
 
     def find(self, arrays: Sequence[Any]) -> tuple[CallT, list[int]] | None:
         """Return the call last kept and the addresses of its arrays, if these are as they were."""
         call, are_alike, address_of = self._last
-        if call is None or not are_alike(*arrays):
+        if not are_alike(*arrays):
             return None
         addresses = list(map(address_of, arrays))
         return None if reduce(or_, addresses) % ALIGNMENT else (call, addresses)

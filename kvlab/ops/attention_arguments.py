@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from kvlab.jit.native import Target
 from kvlab.views import CudaView
 
 if TYPE_CHECKING:
@@ -213,6 +216,18 @@ class TensorMaps:
         """Write the maps of the arrays at these addresses, of which there may be more."""
         for begin, word in zip(self.begins, self.first_words(addresses), strict=False):
             self._words[begin] = word
+
+    def targets(self, *words: Sequence[int]) -> tuple[list[Target], list[Target]]:
+        """Return where the addresses of arrays are written, given the addresses of the words that they have
+        beside maps: where maps do not follow, as `point_to` has written them, and where they do."""
+        base = np.frombuffer(self._words, np.uint64).ctypes.data
+        maps = [[base + 8 * begin] for begin in self.begins]
+        maps += [[]] * (len(words) - len(maps))
+        alone, both = (
+            [[(at, 0) for at in each] for each in some]
+            for some in (words, [(*own, *of_map) for own, of_map in zip(words, maps, strict=True)])
+        )
+        return [*alone], [*both]
 
     def first_words(self, addresses: Sequence[int]) -> Sequence[int]:
         """Write what else than their first words changes of the maps of the arrays at these addresses; return

@@ -221,12 +221,6 @@ def signature_of(longest: tuple[int, int] | None) -> Signature:
 
 def compute(call: Call, addresses: Sequence[int], arrays: Sequence[Any]) -> Any:
     """`backward`, of a call that is known."""
-    extra = call.extra
-    if extra & FLOAT32_DK_DV and call.row.backend == "numba" and call.dtype != "float32":
-        raise NotImplementedError(
-            f"float32_dk_dv=True: backend 'numba' gives dk and dv in the dtype of {call.dtype} inputs; use "
-            "backend 'cuda', or pass float32"
-        )
     if call.row.backend == "cuda":
         try:  # the workspace too is allocated before any launch
             found = call.row.function(call, addresses)
@@ -235,6 +229,12 @@ def compute(call: Call, addresses: Sequence[int], arrays: Sequence[Any]) -> Any:
             raise
         note_backend("cuda")
         return found
+    extra = call.extra
+    if extra & FLOAT32_DK_DV and call.row.backend == "numba" and call.dtype != "float32":
+        raise NotImplementedError(
+            f"float32_dk_dv=True: backend 'numba' gives dk and dv in the dtype of {call.dtype} inputs; use "
+            "backend 'cuda', or pass float32"
+        )
     with call.memory:
         q, k, v, dout, out, lse = arrays[:6]
         sequences = call.sequences(arrays)

@@ -52,12 +52,11 @@ __all__ = [
     "key_order",
     "key_shift",
     "mean_factors",
-    "to_mean",
 ]
 
 FRAME = {"k_mean": "float16", "k_shift": "uint8", "exponent": "int8", "k_order": "uint8", "k_gain": "float32"}
 """Tables of the frame of a (row, KV head), and their types."""
-FRAME_OF_BLOCKS = ("exponent", "k_order", "k_gain")
+FRAME_OF_BLOCKS = ("k_order", "k_gain")
 """Those that only keys in blocks have."""
 FIRST, LAST = 4, 64
 """Tokens of a row, counted without padding, that make its mean; those before are sinks, not typical.
@@ -144,7 +143,7 @@ def key_mean(
     if narrow:
         first = k[:1].astype(np.float64).sum(0)  # 0 if there is none
         mean = np.where(mean * mean <= 2 * mean * first, mean, 0)
-    return to_mean(_scaled(mean, exponent, -1))
+    return _to_mean(_scaled(mean, exponent, -1))
 
 
 def mean_factors(turns: Sequence[float], head_dim: int, length: int) -> NDArray[np.float32]:
@@ -183,7 +182,7 @@ def mean_factors(turns: Sequence[float], head_dim: int, length: int) -> NDArray[
     return factors
 
 
-def to_mean(mean: NDArray[np.float64]) -> NDArray[np.float16]:
+def _to_mean(mean: NDArray[np.float64]) -> NDArray[np.float16]:
     """Round means; 0 where one is not finite, or too large for float16: that channel is left as it is."""
     return np.where(np.abs(mean) <= float(np.finfo(np.float16).max), mean, 0).astype(np.float16)
 

@@ -19,6 +19,7 @@ from kvlab.errors import FormatError
 from kvlab.ops.frame import (
     FIRST,
     FRAME,
+    FRAME_OF_BLOCKS,
     add_queries,
     check_frames,
     exponent_of,
@@ -26,7 +27,6 @@ from kvlab.ops.frame import (
     key_mean,
     key_order,
     key_shift,
-    to_mean,
 )
 
 __all__ = ["KeyFrames", "frames_of_layer"]
@@ -189,12 +189,10 @@ class KeyFrames:
         Returns
         -------
         dict of str to array (num_heads_kv, ...)
-            All tables by name, or without blocks the mean, of keys as they are, and the shift.
+            Tables by name: all, or without blocks those that need none.
         """
-        if in_blocks:
-            return {field.name: getattr(self, field.name)[layer] for field in fields(self)}
-        scaled = np.ldexp(self.k_mean[layer].astype(np.float64), self.exponent[layer, :, :1].astype(int))
-        return {"k_mean": to_mean(scaled), "k_shift": self.k_shift[layer]}
+        names = [name for name in FRAME if in_blocks or name not in FRAME_OF_BLOCKS]
+        return {name: getattr(self, name)[layer] for name in names}
 
 
 def frames_of_layer(

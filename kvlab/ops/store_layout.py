@@ -238,7 +238,7 @@ def _shapes(
     frame = {
         "k_mean": ((*bh, head_dim), "float16"),
         "k_shift": ((*bh, head_dim // 2), "uint8"),
-        "exponent": ((*bh, 2 * in_blocks), "int8"),
+        "exponent": ((*bh, 2), "int8"),
         "k_order": ((*bh, head_dim // 2 * in_blocks), "uint8"),
         "k_gain": ((*bh, 4 * in_blocks), "float32"),
     }

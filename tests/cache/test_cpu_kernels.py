@@ -58,7 +58,7 @@ class Page:
 
 def encoded(layout: Any, frame: Any, dtype: str, k: Any, v: Any) -> tuple[Any, Any]:
     k, v = k.astype(np.float32), v.astype(np.float32)
-    exponents = [int(x) for x in frame["exponent"]] or [0, 0]
+    exponents = [int(x) for x in frame["exponent"]]
     if layout.in_blocks:
         mean, shift, order, gain = (frame[name] for name in ("k_mean", "k_shift", "k_order", "k_gain"))
         k = rotate_in_blocks(k[None], KeyFrame(mean, shift, exponents[0], order, gain), dtype)[0]
@@ -181,8 +181,8 @@ def test_moves_are_those_of_tokens_one_by_one(
     driver.store.tables["k_mean"][...] = rng.standard_normal((HEADS, dim))
     shifted = rng.random((HEADS, 1)) < 0.7
     driver.store.tables["k_shift"][...] = rng.integers(0, 15, (HEADS, dim // 2)) * shifted
+    driver.store.tables["exponent"][...] = rng.integers(-9, 9, (BATCH, HEADS, 2)) * (rng.random() < 0.5)
     if bits in IN_BLOCKS:
-        driver.store.tables["exponent"][...] = rng.integers(-9, 9, (BATCH, HEADS, 2)) * (rng.random() < 0.5)
         driver.store.tables["k_order"][...] = np.argsort(rng.random((BATCH, HEADS, dim // 2)))
         driver.store.tables["k_gain"][...] = np.exp2(rng.uniform(1, 9, (BATCH, HEADS, 4))).astype(np.float16)
     for n in lengths:

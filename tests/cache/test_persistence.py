@@ -247,8 +247,8 @@ def test_entries_behind_the_pages_of_waiting_tokens_name_none(tmp_path, opens):
 def test_files_of_other_versions_are_refused_by_their_number(small, tmp_path):
     path = tmp_path / "cache"
     path.write_bytes(small.read_bytes())
-    rewritten(path, lambda d, a: d.update(version=8))
-    with pytest.raises(FormatError, match="format version 8; this kvlab reads version 9 alone: fill a cache"):
+    rewritten(path, lambda d, a: d.update(version=9))
+    with pytest.raises(FormatError, match="format version 9; this kvlab reads version 10 alone: fill a"):
         MixedPrecisionCache.load(path)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvlab.arrays import numpy_dtype
 from kvlab.cache.cache import MixedPrecisionCache
 from kvlab.cache.layers import LayerFormat
 from kvlab.ladder import Rung, loss_of, parse_bits
@@ -52,6 +53,41 @@ def error(cache: MixedPrecisionCache, whole: tuple[np.ndarray, ...]) -> float:
         wanted.append(weights / weights.sum(1, keepdims=True) @ v[:, of])
     reference = np.stack(wanted, 1)
     return float(np.linalg.norm(out - reference) / np.linalg.norm(reference))
+
+
+ANGLES = tuple(1e4 ** (-np.arange(32) / 32))
+OF_TOKEN = 2 * 2 * HEADS * 64  # bytes in float16
+
+
+@pytest.mark.parametrize(
+    ("options", "exact"),
+    [
+        ({"budget": 0.5}, True),
+        ({"budget": "60%", "plan_length": 1024}, True),
+        ({"budget": 0.5, "plan_length": 1023}, False),
+        ({"budget": 0.5, "sliding_window": 1000}, False),
+        ({"budget": 0.49}, False),
+        ({"budget": None}, False),
+        ({"budget": 0.5, "dtype": "float32"}, False),
+        ({"budget": 1.0, "dtype": "float32"}, True),
+        ({"budget": "1MiB"}, False),
+        ({"budget": OF_TOKEN * 1000, "max_seqlen": 2000}, True),
+        ({"budget": OF_TOKEN * 1000, "max_seqlen": 2000, "batch": 2}, False),
+        ({"budget": OF_TOKEN * 1000, "max_seqlen": 3000, "sliding_window": 1999}, True),
+    ],
+)
+def test_the_default_ladder_ends_in_16_where_bytes_are_many(options: dict[str, Any], exact: bool) -> None:
+    cache = MixedPrecisionCache(1, HEADS_Q, HEADS, 64, rotary=ANGLES, **options)
+    assert cache.bits == (*LADDER, *[16] * exact)
+
+
+def test_bytes_beyond_8_bits_are_used() -> None:
+    """A budget that grows has half of float16 at its end, and more before."""
+    whole, options = tokens(400), {"budget": 0.5, "plan_length": 1024, "rotary": ANGLES}
+    exact, packed = (
+        error(fed(cache_of(x, **options), whole, (300, 100)), whole) for x in ("default", LADDER)
+    )
+    assert exact < 0.1 * packed
 
 
 def test_profiles_are_written_as_digits() -> None:
@@ -124,29 +160,40 @@ def test_blocks_keep_more_than_one_width_of_the_same_bytes() -> None:
     assert blocks < one
 
 
-@pytest.mark.parametrize("bits", [LADDER, "k8444v4", ("k8422v3", 16), "k8888v8"])
+def errors_at(scales: tuple[float, ...], bits: Any, dim: int, dtype: str, **options: Any) -> list[float]:
+    found = []
+    for scale in scales:
+        q, k, v = tokens(300, dim, scale, "float32")
+        whole = q, *(x.astype(numpy_dtype(dtype)) for x in (k, v))
+        found.append(error(fed(cache_of(bits, dim, dtype, **options), whole, (200, 100)), whole))
+    return found
+
+
+@pytest.mark.parametrize(
+    "bits", [LADDER, "k8444v4", ("k8422v3", 16), "k8888v8", (2, "k3v2", 8), "8", "4", "2"]
+)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_tiny_and_huge_tokens_come_back_as_others(bits: Any, dtype: str) -> None:
     options = {"budget": 0.27, "plan_length": 1} if isinstance(bits, tuple) else {}
-    scales = (1.0, 1e-3, 4e3) if dtype == "float16" else (1.0, 1e-8, 1e4)
-    found = []
-    for scale in scales:
-        whole = tokens(300, 64, scale, dtype)
-        found.append(error(fed(cache_of(bits, dtype=dtype, **options), whole, (200, 100)), whole))
+    scales = (1.0, 1e-3, 4e3) if dtype == "float16" else (1.0, 1e-8, 1e-5, 1e-3, 1e4)
+    found = errors_at(scales, bits, 64, dtype, **options)
     assert max(found) <= 1.1 * found[0]
 
 
-@pytest.mark.parametrize("bits", [(8,), (4,), (2,), (2, "k3v2", 8)])
-def test_widths_alone_hold_huge_tokens_and_make_tiny_ones_zero(bits: Any) -> None:
-    """Ladders without profiles have no exponent: below some scale there is no step, and no wrong one."""
-    usual, huge, small, *tiny = (
-        (fed(cache_of(bits, dtype="float32"), whole, (200, 100)), whole)
-        for whole in (tokens(300, 64, scale, "float32") for scale in (1, 1e4, 1e-3, 1e-6, 1e-8))
-    )
-    assert error(*huge) <= 1.1 * error(*usual)
-    assert error(*small) <= 2 * error(*usual)
-    for cache, whole in tiny:
-        assert not np.asarray(cache.attend(0, whole[0][:, -16:])).any()
+@pytest.mark.parametrize(
+    ("dim", "bits"),
+    [
+        *((dim, (2, "k3v2", "k4v3", 8)) for dim in (16, 48, 64, 80, 96, 128, 256)),
+        *((64, bits) for bits in ("8", "4", "3", "2", "k8v2", "k16v8", "k8v16", (2, 4, 16), (4, 8))),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_powers_of_two_change_no_code_of_widths(dim: int, bits: Any, dtype: str) -> None:
+    """Within the usual exponents steps follow; beyond, tokens are divided."""
+    options = {"budget": 0.35, "plan_length": 1} if isinstance(bits, tuple) and dim >= 64 else {}
+    scales = (1.0, 2.0**-10, 2.0**11) if dtype == "float16" else (1.0, 2.0**-27, 2.0**-17, 2.0**-10, 2.0**13)
+    found = errors_at(scales, bits, dim, dtype, **options)
+    np.testing.assert_allclose(found, found[0], rtol=0.03 if dtype == "float16" else 1e-3)
 
 
 def test_a_budget_is_held_and_all_rungs_occur() -> None:

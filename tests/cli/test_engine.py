@@ -26,6 +26,7 @@ def run(*arguments: str) -> Any:
 def test_layers_are_checked(layer: str) -> None:
     found = run("check", "--model", "pythia-14m", "--layer", layer, "--seq-len", "9", "--json")
     assert found.exit_code == 0, found.output
+    assert found.stderr.startswith("pythia-14m: weights are drawn")
     rows = json.loads(found.stdout)["rows"]
     assert [row["layer"] for row in rows] == (["1"] if layer == "1" else [*"012345", "logits"])
     assert all(0 < row["ratio"] <= 1.1 for row in rows)
@@ -162,6 +163,17 @@ def test_a_talk_remembers_what_was_said(folder: Any) -> None:
     assert all(text_of(answer) in found.stdout for answer in answers)
     assert found.stdout.count("6 tokens") == 2
     assert "bits an element]" in found.stdout
+
+
+def test_the_speed_of_an_answer_is_that_of_most_tokens(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first token that is run waits for kernels to be compiled."""
+    chat = Chat(str(folder), device="cpu", budget=None, max_seqlen=60)
+    assert chat.summary().startswith("0 tokens; cache")
+    clock = iter([100.0, 160.0, 160.25, 160.5])
+    monkeypatch.setattr("kvlab.lab.engine.text.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr(chat._decoder, "stream", lambda *_, **__: iter([[1], [2], [3], [4]]))
+    list(chat.answer("w5 w6 w7", 4))
+    assert chat.summary().startswith("4 tokens, 4.0 a second; cache")
 
 
 def test_a_talk_with_random_weights() -> None:

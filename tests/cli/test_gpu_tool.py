@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 
 import kvlab
 from kvlab import cli, device
+from kvlab.jit import native
 from kvlab.jit.cubin import Resources
 from kvlab.jit.launch import Kernel, PreparedLaunch, PreparedLaunches
 from kvlab.lab import accuracy, cleaning, profiling, targets, testing, validate
@@ -275,18 +277,21 @@ def test_launches_are_recorded_and_still_happen(monkeypatch: pytest.MonkeyPatch)
     launched: list[Any] = []
     kernel = Kernel(lambda *launch: launched.append(launch), "attend", 0, Resources(40, 0, 0, (8,)))
     seen: list[Any] = []
+    driver = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(
+        lambda config, function, *_: launched.append(("prepared", function)) or 0
+    )
+    address = ctypes.cast(driver, ctypes.c_void_p).value
+    monkeypatch.setattr(native, "launch_function", lambda: address)
+    config = np.zeros(8, np.uint64)
     prepared: Any = object.__new__(PreparedLaunch)
     prepared.kernel, prepared.grid, prepared.block, prepared.shared_bytes = kernel, (4,), (32,), 16
-    prepared._table = SimpleNamespace(
-        write=lambda stream: launched.append(("prepared", stream)), run=lambda: 0
-    )
+    prepared._table = native.Table([(config.ctypes.data, 7, 0)], [], prepared._go_on)
     both: Any = object.__new__(PreparedLaunches)
-    both.launches, both._addresses = [prepared, prepared], []
-    both._table = SimpleNamespace(written=lambda: [5])
+    both.launches, both._table = [prepared, prepared], native.Table([], [], both._go_on)
     with profiling.recorded(seen):
         kernel((2,), (128,), [1], 64)
         prepared(5)
-        both.run()
+        both._table.run(5)
     kernel((3,), (128,), [1])
     assert [launch[0] for launch in launched] == [(2,), *["prepared"] * 3, (3,)]
     assert [launch[:4] for launch in seen] == [

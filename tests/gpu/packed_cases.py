@@ -145,15 +145,19 @@ def draw_pages(
         mean,
         dtype,
         draw_shifts(rng, mean.shape),
-        **draw_blocks(rng, mean.shape) if any(layout.in_blocks for layout in layouts) else {},
+        **draw_scales(rng, mean.shape, in_blocks=any(layout.in_blocks for layout in layouts)),
     )
 
 
-def draw_blocks(rng: np.random.Generator, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
-    """What frames of heads have where keys are kept in blocks: elements of about 16 are of unit size."""
+def draw_scales(
+    rng: np.random.Generator, shape: tuple[int, ...], *, in_blocks: bool
+) -> dict[str, np.ndarray]:
+    """Exponents of heads, and what keys in blocks have besides: elements of about 16 are of unit size."""
     gain = 16 * np.exp2(rng.uniform(-0.5, 2, (*shape[:2], 4)))
-    return {
-        "exponent": rng.integers(-3, 4, (*shape[:2], 2)).astype(np.int8),
+    exponent = {"exponent": rng.integers(-3, 4, (*shape[:2], 2)).astype(np.int8)}
+    if not in_blocks:
+        return exponent
+    return exponent | {
         "k_order": np.argsort(rng.random((*shape[:2], shape[2] // 2)), axis=-1).astype(np.uint8),
         "k_gain": gain.astype(np.float16).astype(np.float32),
     }

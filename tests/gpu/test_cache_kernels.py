@@ -76,11 +76,11 @@ def device_store(bits: str, head_dim: int, dtype: str, capacity: int = 512) -> D
     shift = rng.integers(1, 15, half) * (rng.random(half) < [[0], [0.5]])  # heads without and with
     device.tables["k_mean"][...] = to_device(mean, like)
     device.tables["k_shift"][...] = to_device(shift.astype(np.uint8), like)
+    exponent = rng.integers(-14, 16, (1, BATCH, HEADS, 2)) * (rng.random((BATCH, HEADS, 2)) < 0.5)
+    device.tables["exponent"][...] = to_device(exponent.astype(np.int8), like)
     if store.in_blocks:
-        exponent = rng.integers(-14, 16, (1, BATCH, HEADS, 2)) * (rng.random((BATCH, HEADS, 2)) < 0.5)
         order = np.argsort(rng.random(half), axis=-1)
         gain = np.exp2(rng.uniform(-3, 8, (1, BATCH, HEADS, 4))).astype(np.float16)
-        device.tables["exponent"][...] = to_device(exponent.astype(np.int8), like)
         device.tables["k_order"][...] = to_device(order.astype(np.uint8), like)
         device.tables["k_gain"][...] = to_device(gain.astype(np.float32), like)
     return device
@@ -91,18 +91,18 @@ class Frame(NamedTuple):
 
     mean: np.ndarray
     shift: np.ndarray
-    exponent: np.ndarray | None = None
+    exponent: np.ndarray
     order: np.ndarray | None = None
     gain: np.ndarray | None = None
 
     def keys(self, x: np.ndarray, dtype: str) -> np.ndarray:
-        if self.exponent is None:
-            return rotate_keys(x, self.mean, self.shift, dtype)
+        if self.order is None:
+            return rotate_keys(x, self.mean, self.shift, dtype, int(self.exponent[0]))
         frame = KeyFrame(self.mean, self.shift, int(self.exponent[0]), self.order, self.gain)
         return rotate_in_blocks(x, frame, dtype)
 
     def values(self, x: np.ndarray) -> np.ndarray:
-        return rotate_values(x if self.exponent is None else np.ldexp(x, -self.exponent[1]))
+        return rotate_values(x, int(self.exponent[1]))
 
 
 def frames_of(device: DeviceStore, head_dim: int) -> list[Frame]:
@@ -486,14 +486,14 @@ def frame_of(
     store: LayerFormat, k: np.ndarray, v: np.ndarray, query_sums: np.ndarray, factor: np.ndarray
 ) -> dict[str, np.ndarray]:
     """The frame of a row from its first keys and values, (tokens, HEADS, head_dim), by names of tables."""
-    exponent = exponent_of(k) if store.in_blocks else None
+    exponent = exponent_of(k)
     mean = key_mean(k, exponent, narrow=store.is_narrow, factor=factor)
     shift = key_shift(k, mean, query_sums, exponent)
-    found = {"k_mean": mean, "k_shift": shift}
-    if exponent is not None:
+    found = {"k_mean": mean, "k_shift": shift, "exponent": np.stack([exponent, exponent_of(v)], 1)}
+    if store.in_blocks:
         order = key_order(k, mean, query_sums, exponent)
         gain = key_gain(k, mean, shift, order, exponent)
-        found |= {"exponent": np.stack([exponent, exponent_of(v)], 1), "k_order": order, "k_gain": gain}
+        found |= {"k_order": order, "k_gain": gain}
     return found
 
 

@@ -54,10 +54,35 @@ def test_all_widths_in_one_sequence(backend: Any, dtype: str, head_dim: int) -> 
     check(backend, draw_queries(7, dtype, 2, 1, 8, head_dim), pages)
 
 
-def test_unequal_widths_of_keys_and_values(backend: Any) -> None:
-    rungs = ((2, 16), (16, 2), (4, 2), (2, 4), (8, 4), (3, 8), (16, 3), (8, 16))
+@pytest.mark.parametrize(
+    "rungs",
+    [
+        ((2, 16), (16, 2), (4, 2), (2, 4), (8, 4), (3, 8), (16, 3), (8, 16)),
+        ((16, 4), (16, 8)),
+        ((16, 3), (16, 16)),
+        ((4, 16), (8, 16)),
+    ],
+    ids=str,
+)
+def test_unequal_widths_of_keys_and_values(backend: Any, rungs: tuple[tuple[int, int], ...]) -> None:
     pages = draw_pages(5, "bfloat16", 128, rungs, np.array([[60, 30]]))
     check(backend, draw_queries(5, "bfloat16", 1, 1, 6, 128), pages)
+
+
+@pytest.mark.parametrize("power", [-60, 60])
+@pytest.mark.parametrize("ladder", LADDERS)
+def test_heads_of_any_size(backend: Any, power: int, ladder: str) -> None:
+    """Keys of a head are 2**power times as large as usual, its queries as much smaller; other values, too."""
+    pages = draw_pages(4, "bfloat16", 128, LADDERS[ladder][:-1], np.array([[20, 30]]))
+    pages.exponent[0, 0, 0], pages.exponent[0, 1, 1] = power, power
+    q = draw_queries(4, "bfloat16", 1, 1, 8, 128)
+    q[:, :, :4] = np.ldexp(q[:, :, :4].astype(np.float32), -power)
+    actual = attend(backend, q, pages)
+    out, lse, _ = reference.packed_attention(q, pages)
+    low_out, low_lse = low_precision(q, pages)
+    assert_accurate(to_numpy(actual.lse), lse, low_lse, "lse")
+    for heads in (slice(0, 4), slice(4, 8)):  # their values are of different sizes
+        assert_accurate(to_numpy(actual.out)[:, :, heads], out[:, :, heads], low_out[:, :, heads])
 
 
 @pytest.mark.parametrize("group", [*range(1, 10), 12, 16])
@@ -82,6 +107,8 @@ def test_softcap_scale_and_kept_scores(backend: Any) -> None:
 @pytest.mark.parametrize("ladder", LADDERS)
 def test_scores_kept_as_bytes_are_those_of_float32_rounded(group: int, softcap: float, ladder: str) -> None:
     pages = draw_pages(18, "bfloat16", 128, LADDERS[ladder], np.array([[20, 9], [0, 33]]))
+    if ladder == "widths":
+        pages.exponent[...] = 0  # to these scores the sizes of queries are fitted
     queries, used = draw_queries(18, "bfloat16", 2, 3, 2 * group, 128), used_quads(pages)
     for larger in (1, 2):  # without a cap, few scores are then too small to be kept, and many
         size = np.float32(larger * (2 if ladder == "widths" else 0.125)).astype(DTYPES["bfloat16"])
@@ -253,17 +280,22 @@ def test_nan_of_a_live_token_shows(backend: Any) -> None:
 
 def test_comparison_refuses_wrong_answers() -> None:
     pages = draw_pages(4, "bfloat16", 128, MIXED, np.array([[12, 9]]))
+    pages.exponent[...] = 0  # or packed keys get all attention, or none: then their mean changes nothing
     q = draw_queries(4, "bfloat16", 1, 1, 8, 128)
     out = reference.packed_attention(q, pages)[0]
     low_out, _ = low_precision(q, pages)
     shifted = LayerPages(**(vars(pages) | {"k_mean": np.zeros_like(pages.k_mean)}))
     fewer = LayerPages(**(vars(pages) | {"num_pages": pages.num_pages - 4}))
+    larger = [
+        LayerPages(**(vars(pages) | {"exponent": pages.exponent + np.int8(one)})) for one in ([1, 0], [0, 1])
+    ]
     for wrong in (
         np.zeros_like(out),
         out[:, :, ::-1],
         out[..., ::-1],
         reference.packed_attention(q, shifted)[0],
         reference.packed_attention(q, fewer)[0],
+        *(reference.packed_attention(q, x)[0] for x in larger),
     ):
         with pytest.raises(AssertionError):
             assert_accurate(wrong.astype(q.dtype), out, low_out)

@@ -71,21 +71,6 @@ def test_softcap_scale_and_kept_scores(backend: Any) -> None:
     check(backend, draw_queries(3, "bfloat16", 2, 3, 8, 128), pages, softcap=5.0, scale=0.2, keep_scores=2)
 
 
-@pytest.mark.parametrize("power", [-60, 60])
-def test_heads_of_any_size(backend: Any, power: int) -> None:
-    """Keys of a head are 2**power times as large as usual, its queries as much smaller; other values, too."""
-    pages = draw_pages(4, "bfloat16", 128, MIXED_PROFILES[:5], np.array([[20, 30]]))
-    pages.exponent[0, 0, 0], pages.exponent[0, 1, 1] = power, power
-    q = draw_queries(4, "bfloat16", 1, 1, 8, 128)
-    q[:, :, :4] = np.ldexp(q[:, :, :4].astype(np.float32), -power)
-    actual = attend(backend, q, pages)
-    out, lse, _ = reference.packed_attention(q, pages)
-    low_out, low_lse = low_precision(q, pages)
-    assert_accurate(to_numpy(actual.lse), lse, low_lse, "lse")
-    for heads in (slice(0, 4), slice(4, 8)):  # their values are of different sizes
-        assert_accurate(to_numpy(actual.out)[:, :, heads], out[:, :, heads], low_out[:, :, heads])
-
-
 def test_comparison_refuses_wrong_answers() -> None:
     pages = draw_pages(4, "bfloat16", 128, MIXED_PROFILES, np.array([[12, 9]]))
     q = draw_queries(4, "bfloat16", 1, 1, 8, 128)
@@ -94,7 +79,7 @@ def test_comparison_refuses_wrong_answers() -> None:
     mistakes = test_packed.wrong_pages(pages)
     for name in (
         *("channels in no order", "blocks of the next one's gain", "channels of keys not scaled"),
-        *("exponent of K left out", "exponent of V left out", "codes of K one lane off"),
+        *("exponent of K one too large", "exponent of V one too large", "codes of K one lane off"),
     ):
         with pytest.raises(AssertionError, match="out: "):
             assert_accurate(reference.packed_attention(q, mistakes[name])[0].astype(q.dtype), out, low_out)

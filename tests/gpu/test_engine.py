@@ -136,9 +136,9 @@ def test_values_within_layers_are_those_of_the_cpu(name: str, dtype: str) -> Non
 @pytest.mark.parametrize("name", [name for name in PIECES if name != "head-norms"])
 def test_operations_of_clusters(name: str, size: int) -> None:
     """Of every size within rounding of the kernel, with few keys and with many; the same bits again."""
-    geometry, (text,) = PIECES[name], texts(PIECES[name], 300)
+    geometry, (text,) = PIECES[name], texts(PIECES[name], 900)
     whole, clusters = (decoder(geometry, "cuda", plan=plan) for plan in ("graph", f"cluster-{size}"))
-    for length in (1, 9, 300):
+    for length in (1, 9, 300, 900):
         for one in (whole, clusters):
             one.reset()
             if length > 1:
@@ -180,14 +180,16 @@ def test_published_widths_are_those_of_the_oracle(name: str, batch: int) -> None
 
 @pytest.mark.parametrize("name", ["parallel-80", "gated-group-4", "head-norms"])
 def test_long_contexts_are_those_of_the_cpu(name: str) -> None:
-    """Blocks have parts of readers, of one or of two rows; a prompt's tokens have fresh keys of 16."""
-    geometry, rows = PIECES[name], texts(PIECES[name], 100, 300, 900)
-    got, want = (
-        [one.prefill([row[:-1] for row in rows]), one.step([row[-1] for row in rows])]
-        for one in (decoder(geometry, device, batch=3) for device in ("cuda", "cpu"))
-    )
-    for have, expected in zip(got, want, strict=True):
-        assert_close(have, expected, "float16")
+    """Blocks have whole readers or parts, of one or of two rows; a prompt's tokens have fresh keys of 16."""
+    geometry = PIECES[name]
+    both = [decoder(geometry, device, batch=3) for device in ("cuda", "cpu")]
+    for lengths in ((4, 70, 33), (100, 300, 900)):
+        rows, found = texts(geometry, *lengths), []
+        for one in both:
+            one.reset()
+            found.append([one.prefill([row[:-1] for row in rows]), one.step([row[-1] for row in rows])])
+        for have, expected in zip(*found, strict=True):
+            assert_close(have, expected, "float16")
 
 
 @pytest.mark.parametrize("name", ["parallel-80", "gated-group-4"])

@@ -167,6 +167,54 @@ def test_what_looks_at_operators_sees_them_and_the_numbers_are_the_same(varlen: 
             torch.testing.assert_close(x, y, atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("changed", ["q", "k", "v", "out", "lse"])
+def test_what_was_kept_must_not_change(changed: str) -> None:
+    leaves = _leaves((1, 5, 2, 8), (1, 5, 2, 8), (1, 5, 2, 8), dtype=torch.float32)
+    for turn in range(4):  # tensors are known at last
+        q, k, v = (x * 1 for x in leaves)
+        out, lse = attention(q, k, v, return_lse=True)
+        if turn == 3:
+            with torch.no_grad():
+                {"q": q, "k": k, "v": v, "out": out, "lse": lse}[changed].mul_(2)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                out.sum().backward()
+        else:
+            out.sum().backward()
+
+
+def test_gradients_of_all_kinds_of_dout_are_the_same() -> None:
+    """Known calls and others: expanded, negated, of other strides."""
+    leaves = _leaves((2, 5, 2, 8), (2, 5, 2, 8), (2, 5, 2, 8), dtype=torch.float32)
+    expected = None
+    for _ in range(3):
+        for dout in (
+            torch.ones(2, 5, 2, 8),
+            torch.ones(()).expand(2, 5, 2, 8),
+            torch._neg_view(torch.full((2, 5, 2, 8), -1.0)),
+            torch.ones(2, 2, 5, 8).transpose(1, 2),
+            torch.ones(2, 5, 2, 9)[..., :8],
+        ):
+            for return_lse in (False, True):
+                found = attention(*leaves, causal=True, return_lse=return_lse)
+                gradients = torch.autograd.grad(found[0] if return_lse else found, leaves, dout)
+                expected = expected or gradients
+                for x, y in zip(gradients, expected, strict=True):
+                    torch.testing.assert_close(x, y, atol=0, rtol=0)
+
+
+def test_kept_tensors_are_unpacked_once() -> None:
+    """As checkpoints demand it, whether the call is known or not."""
+    leaves = _leaves((1, 5, 2, 8), (1, 5, 2, 8), (1, 5, 2, 8), dtype=torch.float32)
+    unpacked: list[Any] = []
+    for turn in range(4):
+        unpacked.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: unpacked.append(x) or x):
+            out = attention(*leaves)
+        dout = torch.ones_like(out) if turn % 2 else torch.ones(()).expand(out.shape)
+        torch.autograd.grad(out, leaves, dout)
+        assert len(unpacked) == 5
+
+
 def test_only_what_needs_gradients_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_autograd, "_attention", None)  # plain tensors need no operator
     q, k, v = _leaves((1, 5, 2, 8), (1, 5, 2, 8), (1, 5, 2, 8), dtype=torch.float32)

@@ -7,7 +7,7 @@ import struct
 import sys
 import types
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -190,8 +190,8 @@ def test_a_prepared_launch_reads_its_argument_when_it_is_made(driver: Driver) ->
     assert driver.arguments == [CALL.pack(count=count).tobytes() for count in (3, 4)]
 
 
-@pytest.mark.parametrize("one_by_one", [False, True])
-def test_launches_in_turn_come_behind_the_values_of_the_call(driver: Driver, one_by_one: bool) -> None:
+@pytest.mark.parametrize("held", [False, True])
+def test_launches_in_turn_come_behind_the_values_of_the_call(driver: Driver, held: bool) -> None:
     arguments = [np.zeros(1, CALL.dtype) for _ in range(2)]
     addresses = [address for x in arguments for address in addresses_of(x, [CALL.word("out")])]
     both = PreparedLaunches(
@@ -200,18 +200,58 @@ def test_launches_in_turn_come_behind_the_values_of_the_call(driver: Driver, one
     for stream, values in ((77, (1 << 40, 5)), (78, (6, 7))):
         driver.configured.clear()
         driver.arguments.clear()
-        both.write(stream, *values)
-        (both.one_by_one if one_by_one else both.run)()
+        with native.hold() if held else nullcontext():
+            both.run(stream, *values)
         assert [(row[3], row[4]) for row in driver.configured] == [(stream, False), (stream, True)]
         assert driver.arguments == [CALL.pack(out=value).tobytes() for value in values]
+
+
+def test_a_value_is_written_to_several_targets_and_more_is_added(driver: Driver) -> None:
+    arguments = [np.zeros(1, CALL.dtype) for _ in range(3)]
+    first, second, third = (addresses_of(x, [CALL.word("out")])[0] for x in arguments)
+    run = PreparedLaunches(list(map(prepared, arguments)), [[(first, 0), (third, 64)], second, []]).run
+    run(77, 1 << 40, 5, 9)
+    assert driver.arguments == [CALL.pack(out=value).tobytes() for value in (1 << 40, 5, (1 << 40) + 64)]
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ((77,), TypeError), ((), TypeError), ((77, 1, 2), TypeError), ((77, "1"), TypeError),
+        ((77, None), TypeError), ((77, -1), OverflowError), ((77, 1 << 64), OverflowError),
+    ],
+)  # fmt: skip
+def test_wrong_values_launch_nothing(driver: Driver, given: tuple[Any, ...], error: type[Exception]) -> None:
+    argument = np.zeros(1, CALL.dtype)
+    run = PreparedLaunches([prepared(argument)], addresses_of(argument, [CALL.word("out")])).run
+    for _ in range(2):
+        with pytest.raises(error):
+            run(*given)
+    assert driver.arguments == []
+    run(77, (1 << 64) - 1)
+    assert driver.arguments == [CALL.pack(out=(1 << 64) - 1).tobytes()]
+
+
+def test_launches_leave_no_reference_behind(driver: Driver) -> None:
+    argument = np.zeros(1, CALL.dtype)
+    run = PreparedLaunches([prepared(argument)], addresses_of(argument, [CALL.word("out")])).run
+    value, wrong = 1 << 50, object()
+    before = sys.getrefcount(value), sys.getrefcount(wrong), sys.getrefcount(None), sys.getrefcount(run)
+    for _ in range(1000):
+        run(77, value)
+        driver.arguments.clear()
+        driver.configured.clear()
+        with pytest.raises(TypeError):
+            run(77, wrong)
+    after = sys.getrefcount(value), sys.getrefcount(wrong), sys.getrefcount(None), sys.getrefcount(run)
+    assert all(abs(x - y) < 500 for x, y in zip(before, after, strict=True))
 
 
 def test_a_grid_of_nothing_is_left_out(driver: Driver) -> None:
     none = PreparedLaunch(prepared().kernel, (0, 2), (128,), np.zeros(1, CALL.dtype))
     none(77)
     rest = PreparedLaunches([none, prepared()], [])
-    rest.write(78)
-    rest.run()
+    rest.run(78)
     assert [row[3] for row in driver.configured] == [78]
 
 
@@ -238,8 +278,6 @@ def test_attributes_of_launches_reach_the_driver(
 
 
 def test_an_error_of_the_driver_is_raised(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    from contextlib import nullcontext
-
     monkeypatch.setattr(launch, "_current", lambda device: nullcontext())
     driver.error = 1
     with pytest.raises(Driver.CUDADriverError):
@@ -264,8 +302,7 @@ def test_launches_go_on_with_the_one_that_failed(driver: Driver, monkeypatch: py
     for _ in range(2):
         driver.arguments.clear()
         driver.error = 1
-        run.write(77)
-        run.run()
+        run.run(77)
         assert driver.arguments == [CALL.pack(count=count).tobytes() for count in (0, 1, 2, 2, 3)]
 
 

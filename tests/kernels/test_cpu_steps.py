@@ -34,7 +34,8 @@ def rotated(
 ) -> NDArray[np.float32]:
     means = np.empty((0, x.shape[1]), np.float16) if mean is None else mean
     before, out = (x.copy(), means.copy()), np.full_like(x, POISON)
-    frames = prepared_frames(means, np.zeros((len(means), x.shape[1] // 2), np.uint8))
+    shifts, exponents = np.zeros((len(means), x.shape[1] // 2), np.uint8), np.zeros((len(means), 2), np.int8)
+    frames = prepared_frames(means, shifts, exponents)
     _rotate_all(
         x.reshape(-1), x.shape[1], frames, np.full(len(x), -1) if of_row is None else of_row, out.reshape(-1)
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -328,6 +330,55 @@ def test_gradients_are_of_what_a_hook_gives_back(gpu: StandInGpu) -> None:
         for name, x in zip("qkv", moved[-5:] if turn % 2 else (q, k, v), strict=False):
             found = call_in(run, attention_backward._CALL)[name]
             assert (found["address"], found["strides"].tolist()) == (x.data_ptr(), [*x.stride()][:3])
+
+
+def test_calls_of_several_threads_do_not_meet(gpu: StandInGpu) -> None:
+    """Each launch has the addresses of one call, forward and backward."""
+    kept: list[Any] = []
+
+    def attend() -> None:
+        for _ in range(10):
+            q, k, v = (x.requires_grad_() for x in arrays())
+            out = torch_autograd.attention(q, k, v)
+            kept.append((q, k, v, out, torch.autograd.grad(out, (q, k, v), torch.zeros_like(q))))
+
+    with ThreadPoolExecutor(4) as pool:
+        for future in [pool.submit(attend) for _ in range(4)]:
+            future.result()
+    forwards = {tuple(maps_in(launch)) for launch in gpu.launches if launch.name == "attend"}
+    assert forwards == {tuple(x.data_ptr() for x in call[:4]) for call in kept}
+    names = ("q", "k", "v", "out", "dq", "dk", "dv")
+    backwards = set()
+    for launch in gpu.launches:
+        if launch.name == "attend_backward":
+            call = call_in(launch, attention_backward._CALL)
+            backwards.add(tuple(int(call[name]["address"]) for name in names))
+            assert maps_in(launch)[:3] == [int(call[name]["address"]) for name in "qkv"]
+    assert backwards == {tuple(x.data_ptr() for x in (*call[:4], *call[4])) for call in kept}
+
+
+def test_maps_that_do_not_begin_with_an_address_are_written_whole(
+    gpu: StandInGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(kind: Any, rank: int, address: int, *rest: Any) -> tuple[int, Any]:
+        return 0, SimpleNamespace(opaque=[5, 6, 7, address, *[8] * 12])
+
+    monkeypatch.setattr("cuda.bindings.driver.cuTensorMapEncodeTiled", encode)
+    for _ in range(3):
+        q, k, v = arrays()
+        out, lse = kvlab.attention(q, k, v, return_lse=True)
+        dout = torch.zeros_like(q)
+        dq, *_ = kvlab.attention_backward(dout, q, k, v, out, lse)
+        forward, backward = (
+            next(launch for launch in gpu.launches[::-1] if launch.name == name)
+            for name in ("attend", "attend_backward")
+        )
+        assert hopper_call(forward)["out"] == out.data_ptr()
+        assert call_in(backward, attention_backward._CALL)["dq"]["address"] == dq.data_ptr()
+        for launch, last in ((forward, out), (backward, dout)):
+            maps = np.frombuffer(b"".join(launch.parameters)[:512], np.uint64).reshape(4, 16)
+            for words, x in zip(maps.tolist(), (q, k, v, last), strict=True):
+                assert words == [5, 6, 7, x.data_ptr(), *[8] * 12]
 
 
 def test_gradients_of_keys_can_be_float32(gpu: StandInGpu) -> None:

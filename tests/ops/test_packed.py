@@ -111,9 +111,9 @@ def make_pages(
     order = np.argsort(rng.random(half), axis=-1).astype(np.uint8)
     gain = (16 * np.exp2(rng.uniform(-0.5, 2, (*quads.shape, 4)))).astype(np.float16).astype(np.float32)
     exponent = rng.integers(-2, 2, (*quads.shape, 2)).astype(np.int8)
-    frame = {"k_shift": shift}
+    frame = {"k_shift": shift, "exponent": exponent}
     if any(layout.in_blocks for layout in layouts):
-        frame |= {"exponent": exponent, "k_order": order, "k_gain": gain}
+        frame |= {"k_order": order, "k_gain": gain}
     return LayerPages(
         layouts, tuple(pools), rung, count, index, base, num_pages.astype(np.int32), mean, dtype, **frame
     )
@@ -282,14 +282,14 @@ def wrong_pages(pages: LayerPages) -> dict[str, LayerPages]:
     in_blocks = {
         "channels in no order": dataclasses.replace(pages, k_order=np.zeros(0, np.uint8)),
         "blocks of the next one's gain": dataclasses.replace(pages, k_gain=np.roll(pages.k_gain, 1, axis=2)),
-        "exponent of K left out": dataclasses.replace(
-            pages, exponent=pages.exponent * np.array([0, 1], np.int8)
-        ),
-        "exponent of V left out": dataclasses.replace(
-            pages, exponent=pages.exponent * np.array([1, 0], np.int8)
-        ),
     }
     return (in_blocks if any(layout.in_blocks for layout in pages.layouts) else {}) | {
+        "exponent of K one too large": dataclasses.replace(
+            pages, exponent=pages.exponent + np.array([1, 0], np.int8)
+        ),
+        "exponent of V one too large": dataclasses.replace(
+            pages, exponent=pages.exponent + np.array([0, 1], np.int8)
+        ),
         "key mean left out": dataclasses.replace(pages, k_mean=np.zeros_like(pages.k_mean)),
         "channels of keys not scaled": dataclasses.replace(pages, k_shift=np.zeros_like(pages.k_shift)),
         "KV heads swapped": dataclasses.replace(pages, **swapped),

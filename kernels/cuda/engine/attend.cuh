@@ -34,7 +34,7 @@ constexpr float LOWEST = -1e30f;
 static_assert(HEAD_DIM % 16 == 0 && KEYS >= 1 && CHUNK >= 1, "a key has up to 32 lanes, a slot has a key");
 
 // KiB of weights that a CTA could take in while attention waits for QKV, merges and tells the others.
-constexpr u32 KIB_OF_WAITS = PACKED ? 0 : BATCH > 4 ? 300 : 200;
+constexpr float KIB_OF_WAITS = PACKED ? 0 : BATCH > 4 ? 300 : 200;
 
 // Who attends what: a function of positions, the same in all CTAs.
 struct Chunks {
@@ -49,15 +49,26 @@ struct Segment {
     int n, reader, begin, end, chunks;
 };
 
-// The number of CTAs whose QKV, keys and values take as long as UP takes the others. All lanes of a warp.
+// What a CTA has at most of so many tiles.
+__device__ __forceinline__ float most_tiles(int tiles, float ctas) {
+    return ceilf(__fdividef(tiles, ctas) - 1e-3f);
+}
+
+// The number of CTAs that have QKV, keys and values, where the others have UP: so that the CTA with most, in
+// whole tiles, and the larger mean have least together. All lanes of a warp.
 __device__ __forceinline__ int balance(int old_keys) {
-    constexpr u32 TILE_KIB = HIDDEN / 32, QKV_TILES = QKV_ROWS / 16, UP_TILES = FFN / 16;
-    const u32 ctas = gridDim.x, key_kib = (float)old_keys * READERS * KEY_BYTES * 2 / 1024;
+    constexpr int QKV_TILES = QKV_ROWS / 16, UP_TILES = FFN / 16;
+    constexpr float TILE_KIB = HIDDEN / 32, KEY_KIB = READERS * KEY_BYTES * 2 / 1024.f;
+    const int ctas = gridDim.x;
     u32 best = ~0u;
-    for (u32 n = 1 + threadIdx.x % 32; n < ctas; n += 32) {
-        const u32 qkv = (QKV_TILES * TILE_KIB + key_kib) / n + KIB_OF_WAITS;
-        const u32 up = UP_TILES * TILE_KIB / (ctas - n);
-        best = min(best, min(max(qkv, up), (1u << 22) - 1) << 10 | n);
+    for (int n = 1 + threadIdx.x % 32; n < ctas; n += 32) {
+        const float of_qkv = n, of_up = ctas - n,
+                    beside = __fdividef(old_keys * KEY_KIB, of_qkv) + KIB_OF_WAITS;
+        const float mean =
+            fmaxf(__fdividef(QKV_TILES * TILE_KIB, of_qkv) + beside, __fdividef(UP_TILES * TILE_KIB, of_up));
+        const float most =
+            fmaxf(most_tiles(QKV_TILES, of_qkv) * TILE_KIB + beside, most_tiles(UP_TILES, of_up) * TILE_KIB);
+        best = min(best, (u32)fminf(most + mean, (1 << 22) - 1) << 10 | n);
     }
     return __reduce_min_sync(ALL_LANES, best) & 1023;
 }
@@ -171,26 +182,27 @@ __device__ __forceinline__ void unpack_eight(const uint4& packed, float* x) {
     }
 }
 
-// Takes `count` keys of a side of a team: load_key(i) and load_value(i) give 8 channels of key and value i.
-// What is behind the end is read at the end and not counted.
-template <class LoadKey, class LoadValue>
+// Takes `count` keys of OF_WARPS warps of a team, AT_ONCE of a lane at a time: load_key(i) and load_value(i)
+// give 8 channels of key and value i. What is behind the end is read at the end and not counted.
+template <int OF_WARPS = SIDE_WARPS, int AT_ONCE = STEPS, class LoadKey, class LoadValue>
 __device__ __forceinline__ void take_keys(Running (&running)[HEADS_OF_WARP],
                                           const float (&q)[HEADS_OF_WARP][8], int count,
                                           const LoadKey& load_key, const LoadValue& load_value) {
     const int lane = threadIdx.x % 32, j = lane % LANES;
-    const int own = threadIdx.x / 32 % SIDE_WARPS * KEYS + lane / LANES;
+    constexpr int TOGETHER = OF_WARPS * KEYS;
+    const int own = threadIdx.x / 32 % OF_WARPS * KEYS + lane / LANES;
     const bool idle = lane >= KEYS * LANES;
 #pragma unroll 1
-    for (int from = 0; from < count; from += STEPS * ROUND) {
-        uint4 key[STEPS], value[STEPS];
-        float score[STEPS][HEADS_OF_WARP];
+    for (int from = 0; from < count; from += AT_ONCE * TOGETHER) {
+        uint4 key[AT_ONCE], value[AT_ONCE];
+        float score[AT_ONCE][HEADS_OF_WARP];
 #pragma unroll
-        for (int s = 0; s < STEPS; ++s) {
-            const int at = min(from + s * ROUND + own, count - 1);
+        for (int s = 0; s < AT_ONCE; ++s) {
+            const int at = min(from + s * TOGETHER + own, count - 1);
             key[s] = load_key(at), value[s] = load_value(at);
         }
 #pragma unroll
-        for (int s = 0; s < STEPS; ++s) {
+        for (int s = 0; s < AT_ONCE; ++s) {
             float k[8];
             unpack_eight(key[s], k);
 #pragma unroll
@@ -199,18 +211,18 @@ __device__ __forceinline__ void take_keys(Running (&running)[HEADS_OF_WARP],
 #pragma unroll
                 for (int c = 0; c < 8; ++c) sum += q[g][c] * k[c];
                 score[s][g] = sum_of_key(sum, lane - j, j);
-                if (idle || from + s * ROUND + own >= count) score[s][g] = LOWEST;
+                if (idle || from + s * TOGETHER + own >= count) score[s][g] = LOWEST;
             }
         }
 #pragma unroll
         for (int g = 0; g < HEADS_OF_WARP; ++g) {
             float highest = running[g].maximum;
 #pragma unroll
-            for (int s = 0; s < STEPS; ++s) highest = fmaxf(highest, score[s][g]);
+            for (int s = 0; s < AT_ONCE; ++s) highest = fmaxf(highest, score[s][g]);
             running[g].raise(highest);
         }
 #pragma unroll
-        for (int s = 0; s < STEPS; ++s) {
+        for (int s = 0; s < AT_ONCE; ++s) {
             float v[8];
             unpack_eight(value[s], v);
 #pragma unroll
@@ -316,6 +328,7 @@ __device__ __forceinline__ void copy_newest(const Call& call, const Segment& seg
 
 // Keys and their values in slots of the ring, which all warps wait for and free.
 struct RingKeys {
+    static constexpr bool IN_RUNS = false;
     Ring& ring;
     __device__ __forceinline__ void begin() const { wait_barrier(ring.full + 8 * ring.slot, ring.parity); }
     __device__ __forceinline__ uint4 load(int i) const {
@@ -332,7 +345,8 @@ struct RingKeys {
 };
 
 // A segment; the warp's sums go to its HEADS_OF_WARP rows. `source` has key(i) and value(i) of a slot between
-// begin() and end(), slot by slot.
+// begin() and end(), slot by slot; IN_RUNS: also of the whole segment, before the first begin(), which the
+// warps of a team then share without sides where that gives them more loads at a time.
 template <class Source>
 __device__ __forceinline__ void attend_segment(const Call& call, const Chunks& chunks, const Segment& segment,
                                                const u16* newest, Source source, float* rows) {
@@ -364,15 +378,19 @@ __device__ __forceinline__ void attend_segment(const Call& call, const Chunks& c
                 [&](int i) { return load(i, true); });
         }
     }
-    int slot = 0;
-    visit_slots(chunks, segment, [&](int, int count) {
-        source.begin();
-        if (slot++ % SIDES == side)
-            take_keys(
-                running, q, count, [&](int i) { return source.key(i); },
-                [&](int i) { return source.value(i); });
-        source.end();
-    });
+    const auto key = [&](int i) { return source.key(i); };
+    const auto value = [&](int i) { return source.value(i); };
+    if (Source::IN_RUNS && segment.end - segment.begin > SIDES) {
+        const int end = min(segment.end * CHUNK, chunks.old[n]);
+        take_keys<TEAM_WARPS, MAX_STEPS>(running, q, end - segment.begin * CHUNK, key, value);
+    } else {
+        int slot = 0;
+        visit_slots(chunks, segment, [&](int, int count) {
+            source.begin();
+            if (slot++ % SIDES == side) take_keys(running, q, count, key, value);
+            source.end();
+        });
+    }
 #pragma unroll
     for (int g = 0; g < HEADS_OF_WARP; ++g) leave_row(running[g], rows + g * MERGED_ROW);
 }

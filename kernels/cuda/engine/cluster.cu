@@ -111,8 +111,9 @@ __device__ __forceinline__ void multiply_blocks(float (&c)[CHAINS][N_TILES][4], 
     }
 }
 
-// Three CTAs on an SM: half of the next launch's have come when this one's end.
-extern "C" __global__ void __launch_bounds__(MMA_THREADS, CLUSTER > 1 ? 3 : 2)
+// Three CTAs on an SM: half of the next launch's have come when this one's end. Where KV heads have groups,
+// clusters are so few that two are enough.
+extern "C" __global__ void __launch_bounds__(MMA_THREADS, CLUSTER > 1 && GROUP == 1 ? 3 : 2)
     attend_block(const __grid_constant__ Operation op) {
     constexpr int WARP_ROWS = HEADS_OF_WARP * MERGED_ROW;
     __shared__ __align__(16) u16 x[X_SHORTS];
@@ -163,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(MMA_THREADS, CLUSTER > 1 ? 3 : 2)
     const Segment segment = {0, head, all * rank / CLUSTER, all * (rank + 1) / CLUSTER, all};
     const i64 from = keys_of(call, op.layer, segment) + segment.begin * (CHUNK * HEAD_DIM) + lane % LANES * 8;
     attend_segment(call, chunks, segment, newest,
-                   MemoryKeys{(const uint4*)(call.k + from), (const uint4*)(call.v + from)},
+                   MemoryKeys<true>{(const uint4*)(call.k + from), (const uint4*)(call.v + from)},
                    rows + warp * WARP_ROWS);
     constexpr int TILE_BYTES = Shape<OUTPUT>::PARTS * Shape<OUTPUT>::STAGES * SLOT_BYTES;
     constexpr int TILES_APART = CLUSTER * WARPS;                            // of a warp, of the output
@@ -219,6 +220,7 @@ extern "C" __global__ void __launch_bounds__(MMA_THREADS, CLUSTER > 1 ? 3 : 2)
 
 // clang-format off
 // gate: BATCH=1 BF16=0,1 HIDDEN=4096 HEADS_Q=32 HEADS_KV=32 HEAD_DIM=128 ROTARY_DIM=128 FFN=11008 PARALLEL=0 LAYER_NORM=0 GATED_MLP=1 HEAD_NORMS=0 PACKED=0 SPLITS=1 WARPS=8 ADDER_GROUPS=4 SLOTS=24 SLOT_BLOCKS=8 SHARED_BYTES=221312 CLUSTER=4,16 registers<=80 arch=sm_90a
-// gate: BATCH=1 BF16=0 HIDDEN=2560 HEADS_Q=32 HEADS_KV=32 HEAD_DIM=80 ROTARY_DIM=20 FFN=10240 PARALLEL=1 LAYER_NORM=1 GATED_MLP=0 HEAD_NORMS=0 PACKED=0 SPLITS=4 WARPS=8 ADDER_GROUPS=4 SLOTS=20 SLOT_BLOCKS=10 SHARED_BYTES=213888 CLUSTER=1,8 registers<=80 arch=sm_90a
-// gate: BATCH=1 BF16=1 HIDDEN=4096 HEADS_Q=32 HEADS_KV=8 HEAD_DIM=128 ROTARY_DIM=128 FFN=14336 PARALLEL=0 LAYER_NORM=0 GATED_MLP=1 HEAD_NORMS=0 PACKED=0 SPLITS=1 WARPS=8 ADDER_GROUPS=4 SLOTS=12 SLOT_BLOCKS=16 SHARED_BYTES=227968 CLUSTER=2 registers<=80 arch=sm_90a,sm_100a,sm_120a
+// gate: BATCH=1 BF16=0 HIDDEN=2560 HEADS_Q=32 HEADS_KV=32 HEAD_DIM=80 ROTARY_DIM=20 FFN=10240 PARALLEL=1 LAYER_NORM=1 GATED_MLP=0 HEAD_NORMS=0 PACKED=0 SPLITS=4 WARPS=8 ADDER_GROUPS=4 SLOTS=20 SLOT_BLOCKS=10 SHARED_BYTES=213888 CLUSTER=8 registers<=80 arch=sm_90a
+// gate: BATCH=1 BF16=0 HIDDEN=2560 HEADS_Q=32 HEADS_KV=32 HEAD_DIM=80 ROTARY_DIM=20 FFN=10240 PARALLEL=1 LAYER_NORM=1 GATED_MLP=0 HEAD_NORMS=0 PACKED=0 SPLITS=4 WARPS=8 ADDER_GROUPS=4 SLOTS=20 SLOT_BLOCKS=10 SHARED_BYTES=213888 CLUSTER=1 registers<=96 arch=sm_90a
+// gate: BATCH=1 BF16=1 HIDDEN=4096 HEADS_Q=32 HEADS_KV=8 HEAD_DIM=128 ROTARY_DIM=128 FFN=14336 PARALLEL=0 LAYER_NORM=0 GATED_MLP=1 HEAD_NORMS=0 PACKED=0 SPLITS=1 WARPS=8 ADDER_GROUPS=4 SLOTS=24 SLOT_BLOCKS=8 SHARED_BYTES=227968 CLUSTER=2 registers<=128 arch=sm_90a,sm_100a,sm_120a
 // clang-format on

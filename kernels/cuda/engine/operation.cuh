@@ -45,7 +45,9 @@ __device__ __forceinline__ void multiply_part(float (&c)[CHAINS][N_TILES][4], co
 }
 
 // Keys and values of a segment, from memory.
+template <bool TOGETHER>
 struct MemoryKeys {
+    static constexpr bool IN_RUNS = TOGETHER;
     const uint4 *keys, *values;  // this lane's channels of the first one of a slot, or of the segment
     __device__ __forceinline__ void begin() const {}
     __device__ __forceinline__ uint4 key(int i) const { return __ldcg(keys + i * (HEAD_DIM / 8)); }

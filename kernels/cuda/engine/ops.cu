@@ -115,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(MMA_THREADS)
     __syncthreads();  // what is new is there
     const i64 from = keys_of(call, op.layer, segment) + threadIdx.x % 32 % LANES * 8;
     attend_segment(call, chunks, segment, newest,
-                   MemoryKeys{(const uint4*)(call.k + from), (const uint4*)(call.v + from)},
+                   MemoryKeys<false>{(const uint4*)(call.k + from), (const uint4*)(call.v + from)},
                    rows + threadIdx.x / 32 * WARP_ROWS);
     __syncthreads();  // all warps' sums are there
     for (int i = threadIdx.x; i < HEADS * HEAD_DIM; i += MMA_THREADS) {
@@ -170,5 +170,5 @@ extern "C" __global__ void __launch_bounds__(64) add_rows(const __grid_constant_
 
 // clang-format off
 // gate: BATCH=1 BF16=0,1 HIDDEN=2560 HEADS_Q=32 HEADS_KV=32 HEAD_DIM=80 ROTARY_DIM=20 FFN=10240 PARALLEL=1 LAYER_NORM=1 GATED_MLP=0 HEAD_NORMS=0 PACKED=0 SPLITS=4 WARPS=8 ADDER_GROUPS=4 SLOTS=20 SLOT_BLOCKS=10 SHARED_BYTES=213888 registers<=128 arch=sm_80,sm_90a
-// gate: BATCH=16 BF16=0 HIDDEN=1024 HEADS_Q=16 HEADS_KV=8 HEAD_DIM=128 ROTARY_DIM=128 FFN=3072 PARALLEL=0 LAYER_NORM=0 GATED_MLP=1 HEAD_NORMS=1 PACKED=0 SPLITS=2 WARPS=8 ADDER_GROUPS=2 SLOTS=8 SLOT_BLOCKS=16 SHARED_BYTES=201728 registers<=128 arch=sm_80,sm_90a,sm_100a,sm_120a
+// gate: BATCH=16 BF16=0 HIDDEN=1024 HEADS_Q=16 HEADS_KV=8 HEAD_DIM=128 ROTARY_DIM=128 FFN=3072 PARALLEL=0 LAYER_NORM=0 GATED_MLP=1 HEAD_NORMS=1 PACKED=0 SPLITS=1 WARPS=8 ADDER_GROUPS=2 SLOTS=12 SLOT_BLOCKS=8 SHARED_BYTES=218112 registers<=128 arch=sm_80,sm_90a,sm_100a,sm_120a
 // clang-format on

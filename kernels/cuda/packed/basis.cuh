@@ -51,10 +51,8 @@ __device__ __forceinline__ void change_basis(State& state, int bits, int exponen
                 const float a = x[r], b = x[r + 2];
                 x[r] = (a + b) * NORM;
                 x[r + 2] = (a - b) * NORM;
-                if (IN_BLOCKS) {
-                    x[r] = times_exp2(x[r], bits == 16 ? exponent : -exponent);
-                    x[r + 2] = times_exp2(x[r + 2], bits == 16 ? exponent : -exponent);
-                }
+                x[r] = times_exp2(x[r], bits == 16 ? exponent : -exponent);
+                x[r + 2] = times_exp2(x[r + 2], bits == 16 ? exponent : -exponent);
             }
         }
 #pragma unroll

@@ -14,18 +14,19 @@ struct Rung {
 
 struct Call {
     Rung rungs[MAX_RUNGS];
-    const u8* rung;        // [num_bh, entries]; entries 4 n to 4 n + 3, a quad, have one rung
-    const u8* count;       // [num_bh, entries]
-    const u32* index;      // [num_bh, entries]
-    const int* num_pages;  // [num_bh], entries that are used: multiples of 4
-    const __half* k_mean;  // [num_bh, HEAD_DIM]
-    const u8* k_shift;     // [num_bh, HEAD_DIM / 2], of rotary pairs
-    const u16* q;          // [batch, seqlen_q, heads_q, HEAD_DIM] by strides
-    u16* out;              // [batch, seqlen_q, heads_q, HEAD_DIM]
-    float* lse;            // [batch, heads_q, seqlen_q]
-    float* partial;        // [grid + sequences, 8, ROW_FLOATS]: sum of p v, maximum, sum of p
-    u32* semaphores;       // [sequences], zero between calls
-    void* scores;          // [num_bh, entries / 4]: see packed/saved_scores.cuh
+    const u8* rung;               // [num_bh, entries]; entries 4 n to 4 n + 3, a quad, have one rung
+    const u8* count;              // [num_bh, entries]
+    const u32* index;             // [num_bh, entries]
+    const int* num_pages;         // [num_bh], entries that are used: multiples of 4
+    const __half* k_mean;         // [num_bh, HEAD_DIM]
+    const u8* k_shift;            // [num_bh, HEAD_DIM / 2], of rotary pairs
+    const signed char* exponent;  // [num_bh, 2]: packed keys, and values, are divided by 2 to that
+    const u16* q;                 // [batch, seqlen_q, heads_q, HEAD_DIM] by strides
+    u16* out;                     // [batch, seqlen_q, heads_q, HEAD_DIM]
+    float* lse;                   // [batch, heads_q, seqlen_q]
+    float* partial;               // [grid + sequences, 8, ROW_FLOATS]: sum of p v, maximum, sum of p
+    u32* semaphores;              // [sequences], zero between calls
+    void* scores;                 // [num_bh, entries / 4]: see packed/saved_scores.cuh
     long long q_batch, q_position, q_head;     // strides of q in elements
     int num_bh, heads_kv, entries, num_rungs;  // bh = (batch row, KV head)
     int rows, group, saved;  // rows = seqlen_q * group; scores of the last `saved` of them are saved
@@ -36,9 +37,8 @@ struct Call {
     const int* first;  // [batch]: the position of the first query token of a row
     int left;          // query token s of row b sees tokens at positions from first[b] + s - left on
     // With PROFILES only:
-    const signed char* exponent;  // [num_bh, 2]: packed keys, and values, are divided by 2 to that
-    const u8* k_order;            // [num_bh, HEAD_DIM / 2]: rotary pairs in order (pages/profiles.cuh)
-    const float* k_gain;          // [num_bh, 4]: what blocks of keys are multiplied by
+    const u8* k_order;    // [num_bh, HEAD_DIM / 2]: rotary pairs in order (pages/profiles.cuh)
+    const float* k_gain;  // [num_bh, 4]: what blocks of keys are multiplied by
 };
 
 struct Sequence {

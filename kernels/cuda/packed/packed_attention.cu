@@ -16,9 +16,9 @@
 //          Tiles of page b of a quad have rows (of K) or columns (of V) of its own, and lane group g has its
 //          slots 2 g and 2 g + 1, rows g and g + 8 of a tile of K.
 //
-// Scores are base 2. K and V below width 16 are rotated; so q is rotated where a sequence begins, and out
-// where it ends. With PROFILES both are divided by powers of 2, and K is rotated in blocks of its channels in
-// an order of their own. Pages of raw V turn the accumulators into their basis and back (packed/basis.cuh).
+// Scores are base 2. K and V below width 16 are divided by powers of 2 and rotated; so q is rotated where a
+// sequence begins, and out where it ends. With PROFILES K is rotated in blocks of its channels in an order of
+// their own. Pages of raw V turn the accumulators into their basis and back (packed/basis.cuh).
 // Partial results are combined twice: those of warps in shared memory, those of CTAs in `partial`, where the
 // last CTA of a sequence adds all splits in a fixed order.
 //
@@ -73,10 +73,10 @@ struct RawQuery {
     u32 q[PAIRS_OF_LANE];
     __half2 mean[PAIRS_OF_LANE];
     u16 shifts[PAIRS_OF_LANE];
-    // With PROFILES: the rotary pairs at these places, the gain of their block; exponents of keys and values.
+    // With PROFILES: the rotary pairs at these places, the gain of their block.
     u16 order[PAIRS_OF_LANE];
     float gain[PAIRS_OF_LANE];
-    u16 exponents;
+    u16 exponents;  // of keys and values
 };
 
 constexpr int KEY_BLOCK = IN_BLOCKS ? HEAD_DIM / 4 & -(HEAD_DIM / 4) : HADAMARD_BLOCK;
@@ -96,11 +96,11 @@ __device__ __forceinline__ void read_query(const Call& call, const Sequence& s, 
         raw.shifts[i] = shifts[(lane + 32 * i) % (HEAD_DIM / 4)];
         if (IN_BLOCKS) {
             const u8* const order = call.k_order + (u64)s.bh * (HEAD_DIM / 2);
-            raw.order[i] = *(const u16*)(order + pair_of_place(2 * lane + 64 * i));
+            raw.order[i] = *(const u16*)(order + pair_of_position(2 * lane + 64 * i));
             raw.gain[i] = call.k_gain[4 * (u64)s.bh + (lane + 32 * i) / (HEAD_DIM / 8)];
         }
     }
-    if (IN_BLOCKS) raw.exponents = ((const u16*)call.exponent)[s.bh];
+    raw.exponents = ((const u16*)call.exponent)[s.bh];
 }
 
 __device__ __forceinline__ int key_exponent(const RawQuery& raw) {
@@ -115,7 +115,7 @@ __device__ __forceinline__ int value_exponent(const RawQuery& raw) {
 // largest magnitude and what the mean of the keys adds to its scores.
 __device__ __forceinline__ void rotate_query(const RawQuery& raw, float scale_log2, float* x, int lane) {
     float bias = 0.f, amax = 0.f;
-    if (IN_BLOCKS) scale_log2 = times_exp2(scale_log2, key_exponent(raw));
+    scale_log2 = times_exp2(scale_log2, key_exponent(raw));
     float2 pairs[PAIRS_OF_LANE];
 #pragma unroll
     for (int i = 0; i < PAIRS_OF_LANE; ++i) {
@@ -132,7 +132,7 @@ __device__ __forceinline__ void rotate_query(const RawQuery& raw, float scale_lo
         __syncwarp();  // the row is written
 #pragma unroll
         for (int i = 0; i < PAIRS_OF_LANE; ++i) {
-            const float* const half = x + channel_of_place(0, 2 * lane + 64 * i);
+            const float* const half = x + channel_of_position(0, 2 * lane + 64 * i);
             pairs[i] = {half[raw.order[i] & 255], half[raw.order[i] >> 8]};
         }
         __syncwarp();  // every lane has its channels
@@ -188,7 +188,7 @@ __device__ __forceinline__ void write_row(const Call& call, const Sequence& s, i
     for (int i = 0; i < PAIRS_OF_LANE; ++i) {
         if (lane + 32 * i < HEAD_DIM / 2) {
             float2 y = {pairs[i].x * factor, pairs[i].y * factor};
-            if (IN_BLOCKS && (WIDTHS_V & CODED)) y = {times_exp2(y.x, exponent), times_exp2(y.y, exponent)};
+            if (WIDTHS_V & CODED) y = {times_exp2(y.x, exponent), times_exp2(y.y, exponent)};
             out[lane + 32 * i] = pack_pair(y.x, y.y);
         }
     }
@@ -344,10 +344,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
         if (WIDTHS_K & CODED) {
             if (number != schedule.queried) read_query(call, sequence, warp, lane, raw);
             if (warp < sequence.rows) rotate_query(raw, call.scale * LOG2E, rows + warp * ROW_FLOATS, lane);
-            if (IN_BLOCKS && threadIdx.x == 0) exponent_of_values = value_exponent(raw);
+            if (threadIdx.x == 0) exponent_of_values = value_exponent(raw);
             raw = {};         // or it takes registers until the next sequence
             __syncthreads();  // all query rows are rotated
             load_query(rows, sequence.rows, lane, query);
+        } else if (WIDTHS_V & CODED) {
+            if (threadIdx.x == 0) exponent_of_values = call.exponent[2 * sequence.bh + 1];
+            __syncthreads();  // it is there
         }
 #pragma unroll 1
         for (; filled < stages; ++filled) produce(filled);
@@ -417,7 +420,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
             if (!words.are_full()) mask_unused(words, s, lane);
             if (masked) mask_before_window(offsets, words, visible, s);
 #if !INT8_MMA
-            if (state.bits != bits_v) change_basis(state, bits_v, IN_BLOCKS ? exponent_of_values : 0, lane);
+            if (state.bits != bits_v) change_basis(state, bits_v, exponent_of_values, lane);
             if ((WIDTHS_V & RAW) && bits_v == 16) {
                 update_row_max<false>(s, {}, state);
                 save(s);
@@ -444,7 +447,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
 #if INT8_MMA
         finish(state);
 #else
-        if (WIDTHS_V & CODED) change_basis(state, 0, IN_BLOCKS ? exponent_of_values : 0, lane);
+        if (WIDTHS_V & CODED) change_basis(state, 0, exponent_of_values, lane);
 #endif
 #pragma unroll
         for (int j = 0; j < LANE_ROWS; ++j) {
@@ -491,7 +494,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1) attend_pages(const _
         }
         if (last)
             for (int r = warp; r < sequence.rows; r += WARPS)
-                write_row(call, sequence, r, rows + r * ROW_FLOATS, IN_BLOCKS ? exponent_of_values : 0, lane);
+                write_row(call, sequence, r, rows + r * ROW_FLOATS, exponent_of_values, lane);
         __syncthreads();  // `rows` may be written again
         position = stop;
         start += quads;

@@ -34,12 +34,12 @@ constexpr int KEY_TRIES = IN_BLOCKS && BITS_K != 16 ? tries_of_profile(BITS_K) :
 constexpr int VECTOR_WARPS = KEY_TRIES > tries_of(BITS_V) ? KEY_TRIES : tries_of(BITS_V);  // of a vector
 constexpr int WARPS = 16, FIRST_ROWS = WARPS - 2 * VECTOR_WARPS;
 constexpr int MAX_NEW = 16, MAX_GROUP = 16;
-constexpr int PAIRS_OF_LANE = (HEAD_DIM / 2 + 31) / 32;
+constexpr int HALF2_OF_LANE = (HEAD_DIM / 2 + 31) / 32;
 #define INFINITE __int_as_float(0x7f800000)
 
 // Byte offsets in a record of the top rung.
-constexpr int K_STEPS = key_code_bytes(BITS_K), V_CODES = K_STEPS + step_bytes(BITS_K);
-constexpr int V_STEPS = V_CODES + code_bytes(BITS_V), TAIL = V_STEPS + step_bytes(BITS_V);
+constexpr int K_SCALES = key_code_bytes(BITS_K), V_CODES = K_SCALES + scale_bytes(BITS_K);
+constexpr int V_SCALES = V_CODES + code_bytes(BITS_V), TAIL = V_SCALES + scale_bytes(BITS_V);
 
 enum Observed { MASS, INVERSE_NORM, ONE };  // what the importance of a new token is
 
@@ -147,7 +147,7 @@ __device__ __forceinline__ void store_details(const Append& call, const Slot& sl
 }
 
 // Stores one side of a new token; warp `rank` of the vector tries one step. Where there is nothing to try,
-// the first warp does all. BITS may be a profile: of keys, or of 8 bits of values, too.
+// the first warp does all. BITS of keys may be a profile.
 template <int BITS>
 __device__ __forceinline__ void store_token(const Append& call, bool is_key, const NewToken& at,
                                             Slot& slot_out, Scratch& scratch, int rank, int stage, int lane) {
@@ -158,6 +158,11 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
     const u16* from = is_key ? n.k + at.row * n.k_batch + at.step * n.k_step + at.head * n.k_head
                              : n.v + at.row * n.v_batch + at.step * n.v_step + at.head * n.v_head;
     const int2 open = ((const int2*)call.layer.open)[at.bh];
+#if IN_BLOCKS
+    ChannelOrder order;
+    if constexpr (IS_PROFILE) order = channel_order(call.layer, at.bh, lane);
+#endif
+    const int down = IS_CODED ? call.layer.exponent[2 * at.bh + !is_key] : 0;
     u32 raw[PER_LANE];
     int shift[PER_LANE];
     float mean[PER_LANE], x[PER_LANE];
@@ -170,11 +175,6 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
         mean[j] = framed ? __half2float(call.layer.k_mean[of_bh]) : 0.f;
         shift[j] = framed ? call.layer.k_shift[(u64)at.bh * (HEAD_DIM / 2) + channel % (HEAD_DIM / 2)] : 0;
     }
-#if IN_BLOCKS
-    ChannelOrder order;
-    if constexpr (IS_PROFILE) order = is_key ? order_of_keys(call.layer, at.bh, lane) : order_of_values(lane);
-    const int down = IS_CODED ? call.layer.exponent[2 * at.bh + !is_key] : 0;
-#endif
     const OpenPage first = open_page(call.layer, at.bh, open.x);
     const OpenPage second = open_page(call.layer, at.bh, open.y);
 #pragma unroll
@@ -188,19 +188,16 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
             mean[j] *= power;
             scaled[j] = BF16 ? x[j] * power : __half2float(__float2half(x[j] * power));
             if (!is_key && turns_sign(lane + 32 * j)) scaled[j] = -scaled[j];
-#if IN_BLOCKS
             scaled[j] = divided(scaled[j], down);
-#endif
         }
 #if IN_BLOCKS
         if constexpr (IS_PROFILE) {
-            const Elements elements =
-                rotate_in_blocks(scaled, mean, order, scratch.arranged[rank], is_key, lane);
+            const Elements elements = rotate_in_blocks(scaled, mean, order, scratch.arranged[rank], lane);
             const auto agree = [&](u32 error) {
-                best = best_of<TRIES>(scratch, error, is_key ? 0 : 1, rank, stage, lane);
+                best = best_of<TRIES>(scratch, error, 0, rank, stage, lane);
                 return best;
             };
-            byte = encode_key<BITS>(elements, is_key, rank, agree, codes, lane);
+            byte = encode_key<BITS>(elements, rank, agree, codes, lane);
         } else
 #endif
         {
@@ -231,7 +228,7 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
     if (slot.entry < 0) return;
     if (rank == 0 && is_key) store_details(call, slot, x, lane);
     if (rank != best) return;
-    if (IS_CODED && lane == 0) slot.page[(is_key ? K_STEPS : V_STEPS) + slot.number] = (u8)byte;
+    if (IS_CODED && lane == 0) slot.page[(is_key ? K_SCALES : V_SCALES) + slot.number] = (u8)byte;
     u8* const region = slot.page + (is_key ? 0 : V_CODES);
 #if IN_BLOCKS
     if constexpr (IS_PROFILE && BITS != ALL_OF_8) return write_key<BITS>(region, slot.number, codes, lane);
@@ -275,9 +272,9 @@ __device__ __forceinline__ void finish_row(const Append& call, int row, int head
     const u32* q = (const u32*)(call.q + row * call.q_batch + step * call.q_step + head_q * call.q_head);
     u32* out = (u32*)(call.out + (((u64)row * n.num_new + step) * heads_q + head_q) * HEAD_DIM);
     float* lse = call.lse + ((u64)row * heads_q + head_q) * n.num_new + step;
-    auto load = [&](const u32* from, u32(&words)[PAIRS_OF_LANE]) {
+    auto load = [&](const u32* from, u32(&words)[HALF2_OF_LANE]) {
 #pragma unroll
-        for (int i = 0; i < PAIRS_OF_LANE; ++i) {
+        for (int i = 0; i < HALF2_OF_LANE; ++i) {
             const bool there = HEAD_DIM % 64 == 0 || lane + 32 * i < HEAD_DIM / 2;
             words[i] = there ? from[lane + 32 * i] : 0;
         }
@@ -286,21 +283,21 @@ __device__ __forceinline__ void finish_row(const Append& call, int row, int head
     auto value_of = [&](int t) {
         return (const u32*)(n.v + row * n.v_batch + t * n.v_step + head * n.v_head);
     };
-    u32 query[PAIRS_OF_LANE], stored[PAIRS_OF_LANE] = {}, key[PAIRS_OF_LANE], value[PAIRS_OF_LANE];
+    u32 query[HALF2_OF_LANE], stored[HALF2_OF_LANE] = {}, key[HALF2_OF_LANE], value[HALF2_OF_LANE];
     load(q, query), load(key_of(0), key), load(value_of(0), value);  // all on their way at once
     if (call.has_stored) load(out, stored);
     float top = call.has_stored ? *lse * LOG2E : -INFINITE, origin = top == -INFINITE ? 0.f : top;
     float total = top == -INFINITE ? 0.f : 1.f, score = -INFINITE;  // score: of new token `lane`
-    float2 sum[PAIRS_OF_LANE];
+    float2 sum[HALF2_OF_LANE];
 #pragma unroll
-    for (int i = 0; i < PAIRS_OF_LANE; ++i) sum[i] = unpack_pair(stored[i]);
+    for (int i = 0; i < HALF2_OF_LANE; ++i) sum[i] = unpack_pair(stored[i]);
 #pragma unroll 1
     for (int t = 0; t <= step; ++t) {
         if (t) load(key_of(t), key), load(value_of(t), value);
         if (!is_valid(n, row, t)) continue;
         float dot = 0.f;
 #pragma unroll
-        for (int i = 0; i < PAIRS_OF_LANE; ++i) {
+        for (int i = 0; i < HALF2_OF_LANE; ++i) {
             const float2 x = unpack_pair(query[i]), y = unpack_pair(key[i]);
             dot += x.x * y.x + x.y * y.y;
         }
@@ -316,7 +313,7 @@ __device__ __forceinline__ void finish_row(const Append& call, int row, int head
         top = higher;
         total = total * keep + p;
 #pragma unroll
-        for (int i = 0; i < PAIRS_OF_LANE; ++i) {
+        for (int i = 0; i < HALF2_OF_LANE; ++i) {
             const float2 y = unpack_pair(value[i]);
             sum[i].x = sum[i].x * keep + p * y.x;
             sum[i].y = sum[i].y * keep + p * y.y;
@@ -326,7 +323,7 @@ __device__ __forceinline__ void finish_row(const Append& call, int row, int head
     const float unit = total == 0.f ? 0.f : __fdividef(1.f, total);  // a finite total is 1 or more
     const float weight = power_of_2(score - origin) * unit;
 #pragma unroll
-    for (int i = 0; i < PAIRS_OF_LANE; ++i) {
+    for (int i = 0; i < HALF2_OF_LANE; ++i) {
         if (HEAD_DIM % 64 && lane + 32 * i >= HEAD_DIM / 2) break;
         out[lane + 32 * i] = counts ? pack_pair(sum[i].x * unit, sum[i].y * unit) : 0;
     }
@@ -347,61 +344,56 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     begin_early();
     if (call.rows != ALL_ROWS && (call.rows == WAITING_ROWS) != (layer.waits[row] != 0)) return;
     const int start = layer.seqlen[bh];
+    const auto store = [&] {
+        if (vector >= 2) return;
+        int stage = 0;
 #pragma unroll 1
-    for (bool again = false;; again = true) {
-        if (vector < 2) {
-            int stage = 0;
-#pragma unroll 1
-            for (int step = 0; step < num_new; ++step) {
-                if (!is_valid(call.new_tokens, row, step)) {
-                    if (threadIdx.x == 0) slots[step].entry = -1;
-                    continue;
-                }
-                const NewToken at = {bh, row, head, step, start};
-                Scratch& scratch = scratches[vector];
-                if (BITS_K == BITS_V || (BITS_K == ALL_OF_8 && BITS_V == 8))
-                    // One copy of the code, for a warp waits for what it has not met yet.
-                    store_token<BITS_K>(call, vector == 0, at, slots[step], scratch, rank, stage, lane);
-                else if (vector == 0)
-                    store_token<BITS_K>(call, true, at, slots[step], scratch, rank, stage, lane);
-                else
-                    store_token<BITS_V>(call, false, at, slots[step], scratch, rank, stage, lane);
-                stage ^= 1;
+        for (int step = 0; step < num_new; ++step) {
+            if (!is_valid(call.new_tokens, row, step)) {
+                if (threadIdx.x == 0) slots[step].entry = -1;
+                continue;
             }
+            const NewToken at = {bh, row, head, step, start};
+            Scratch& scratch = scratches[vector];
+            // A copy of the code for each: a branch that both take costs more than what only one of them
+            // meets.
+            if (vector == 0)
+                store_token<BITS_K>(call, true, at, slots[step], scratch, rank, stage, lane);
+            else
+                store_token<BITS_V>(call, false, at, slots[step], scratch, rank, stage, lane);
+            stage ^= 1;
         }
-        if (again) {
-            __syncthreads();  // slots are whole
-            break;
-        }
+    };
+    store();
 #if IN_BLOCKS
-        int rises = 0;
-        const int pair = threadIdx.x - (WARPS * 32 - HEAD_DIM / 2);
-        if (pair >= 0 && call.q) {
-            const int shift = layer.k_shift[(u64)bh * (HEAD_DIM / 2) + pair];
-            const Queries queries = {call.q, call.q_batch, call.q_step, call.q_head, call.group};
-            const int ratio = follow_ratio(layer, call.new_tokens, queries, row, head, 0, pair);
-            const int further =
-                further_shift(ratio, shift, pair, [] { __barrier_sync_count(3, HEAD_DIM / 2); });
-            rises = layer.waits[row] ? 0 : further;
-        }
-#endif
-#pragma unroll 1
-        for (int r = (warp + FIRST_ROWS) % WARPS; r < rows; r += WARPS) {
-            int step = 0, g = r;
-#pragma unroll 1
-            for (; g >= call.group; g -= call.group) ++step;
-            finish_row(call, row, head, step, g, probabilities[r], lane);
-        }
-        __syncthreads();  // slots and probabilities are whole; nobody looks at counts and length any more
-        // Nothing more: racecheck misses the one before where only one vector's warps met at its own.
-#if IN_BLOCKS
-        if (!__syncthreads_or(rises)) break;
-        raise_shifts(layer, bh, pair, rises);  // then the new tokens are stored once more
-#else
-        __syncthreads();
-        break;
-#endif
+    int rises = 0;
+    const int pair = threadIdx.x - (WARPS * 32 - HEAD_DIM / 2);
+    if (pair >= 0 && call.q) {
+        const int shift = layer.k_shift[(u64)bh * (HEAD_DIM / 2) + pair];
+        const Queries queries = {call.q, call.q_batch, call.q_step, call.q_head, call.group};
+        const int ratio = follow_ratio(layer, call.new_tokens, queries, row, head, 0, pair);
+        const int further = further_shift(ratio, shift, pair, [] { __barrier_sync_count(3, HEAD_DIM / 2); });
+        if (further && !layer.waits[row]) rises = further;
     }
+#endif
+#pragma unroll 1
+    for (int r = (warp + FIRST_ROWS) % WARPS; r < rows; r += WARPS) {
+        int step = 0, g = r;
+#pragma unroll 1
+        for (; g >= call.group; g -= call.group) ++step;
+        finish_row(call, row, head, step, g, probabilities[r], lane);
+    }
+    __syncthreads();  // slots and probabilities are whole; nobody looks at counts and length any more
+    // Nothing more: racecheck misses the one before where only one vector's warps met at its own.
+#if IN_BLOCKS
+    if (__syncthreads_or(rises)) {  // rare, so it has a copy of the code that stores
+        raise_shifts(layer, bh, pair, rises);
+        store();
+        __syncthreads();  // slots are whole
+    }
+#else
+    __syncthreads();
+#endif
     if (BITS_K == 16 && call.q && layer.waits[row] && threadIdx.x < HEAD_DIM) note_queries(call, bh, slots);
     if (call.observed == MASS) {
 #pragma unroll 1

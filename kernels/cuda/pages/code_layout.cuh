@@ -12,7 +12,7 @@ enum Side { KEYS, VALUES };
 __host__ __device__ constexpr int code_bytes(int bits) {
     return 128 * words_of(bits, HEAD_DIM / 16);
 }
-__host__ __device__ constexpr int step_bytes(int bits) {
+__host__ __device__ constexpr int scale_bytes(int bits) {
     return bits != 16 ? 16 : 0;
 }
 // The same of keys, whose bits may be a profile.

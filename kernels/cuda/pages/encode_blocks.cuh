@@ -21,7 +21,7 @@ __host__ __device__ constexpr bool has_width(int width) {
 // halves, its exponent modulo 64.
 struct Mantissas {
     u32 gains[KEY_BLOCKS];
-    Two<u32> steps;  // in place of gains, in rows that come from codes; else 0
+    Two<u32> scales;  // in place of gains, in rows that come from codes; else 0
 
     __device__ __forceinline__ static Mantissas ones() {
         constexpr u32 ONE = 0x3c003c00u;
@@ -31,11 +31,11 @@ struct Mantissas {
     // That of a block and a row, raised by a power of 2 (`raised_by`); zeros may have any, up to `most`.
     template <bool STORED>
     __device__ __forceinline__ u32 raised(int block, int row, u32 by, u32 most) const {
-        const u32 step = row ? steps.high : steps.low;
+        const u32 step = row ? scales.high : scales.low;
         return __viaddmin_u16x2(STORED && step ? step : gains[block], by, most);
     }
 };
-constexpr u32 MOST = 0x7000;  // 8192: no number has more
+constexpr u32 MAX_RAISED = 0x7000;  // 8192: no number has more
 
 // An exponent as a byte, and such a byte of a word as what a pair of float16 is raised by.
 __device__ __forceinline__ u32 exponent_byte(int exponent) {
@@ -49,8 +49,8 @@ __device__ __forceinline__ u32 raised_by(u32 word, int byte) {
 struct Rows2 {
     float of[2];
 
-    __device__ __forceinline__ Rows2(float mine, u32 lane) {
-        const Two<u32> both = of_both(__float_as_uint(mine), lane);
+    __device__ __forceinline__ Rows2(float mine) {
+        const Two<u32> both = of_both(__float_as_uint(mine));
         of[0] = __uint_as_float(both.low), of[1] = __uint_as_float(both.high);
     }
 };
@@ -196,30 +196,31 @@ struct Sizes {
     // middles of what is left of the grid, and the last square is one of the fold before, and so on
     // (pages/encode_tile.cuh).
     template <int WIDTH, bool TWO>
-    __device__ __forceinline__ int error_of(const Two<u32>& steps, u32 mine, u32 lane) const {
+    __device__ __forceinline__ int error_of(const Two<u32>& scales, u32 mine, u32 lane) const {
         if constexpr (!has_width<PROFILE>(WIDTH)) return 0;
         constexpr int BYTE = WIDTH == 4,
-                      OF_STEPS = ((1 << 2 * WIDTH) - 1) / 3 * TilesOf<PROFILE, WIDTH>::channels();
+                      OF_SQUARES = ((1 << 2 * WIDTH) - 1) / 3 * TilesOf<PROFILE, WIDTH>::channels();
         ByteSums sums[2];
 #pragma unroll
         for (int i = 0; i <= TWO; ++i)
-            add_up<WIDTH, true>(sums[i], byte_of(steps.low, BYTE + 2 * i), byte_of(steps.high, BYTE + 2 * i));
+            add_up<WIDTH, true>(sums[i], byte_of(scales.low, BYTE + 2 * i),
+                                byte_of(scales.high, BYTE + 2 * i));
         const bool upper = TWO && lane & 2;
         const int step = mine >> (upper ? 16 + 8 * BYTE : 8 * BYTE) & 255,
                   sum = upper ? sums[1].of_row(lane) : sums[0].of_row(lane);
-        return step * (OF_STEPS * step - (all[BYTE] << WIDTH) - 2 * sum);
+        return step * (OF_SQUARES * step - (all[BYTE] << WIDTH) - 2 * sum);
     }
 
     // The same in all of them, given the steps of this lane's row.
     template <bool TWO>
     __device__ __forceinline__ int error_of(u32 mine, u32 lane) const {
-        const Two<u32> steps = of_both(mine, lane);
-        return error_of<2, TWO>(steps, mine, lane) + error_of<4, TWO>(steps, mine, lane);
+        const Two<u32> scales = of_both(mine);
+        return error_of<2, TWO>(scales, mine, lane) + error_of<4, TWO>(scales, mine, lane);
     }
 };
 
 // Steps of two bytes of 2 and of 4 bits, rounded down to whole units: bytes of a word.
-__device__ __forceinline__ u32 steps_of(u32 low, u32 high, float in_units) {
+__device__ __forceinline__ u32 scales_of_widths(u32 low, u32 high, float in_units) {
     const float as_half = in_units * power_of_two(-24), first = step_value(low) * as_half,
                 second = step_value(high) * as_half;
     const auto whole = [&](float times, u32 most) {
@@ -236,18 +237,18 @@ __device__ __forceinline__ u32 search_step(const Sizes<PROFILE>& sizes, const fl
                                            int unit, bool decoded, u32 lane) {
     const u32 guess = guess_of_blocks(counted, PROFILE, STORED && decoded, unit), below = below_guess(guess);
     const float in_units = power_of_two(-unit);
-    const int error = sizes.template error_of<true>(steps_of(below, below + 1, in_units), lane) +
+    const int error = sizes.template error_of<true>(scales_of_widths(below, below + 1, in_units), lane) +
                       error_beyond<PROFILE>(counted, below + (lane >> 1 & 1), in_units),
               other = __shfl_xor_sync(ALL_LANES, error, 2);
     const bool up = (lane & 2 ? error : other) < (lane & 2 ? other : error);
     u32 best = below + up;
     if (HEAD_DIM < 128 || (STORED && __any_sync(ALL_LANES, decoded))) {
         const u32 beyond = up ? below + 2 : below - 1;
-        const int third = sizes.template error_of<false>(steps_of(beyond, beyond, in_units), lane) +
+        const int third = sizes.template error_of<false>(scales_of_widths(beyond, beyond, in_units), lane) +
                           error_beyond<PROFILE>(counted, beyond, in_units);
         if (third < min(error, other) && (HEAD_DIM < 128 || decoded)) best = beyond;
     }
-    return guess >= LEAST_GUESS ? best : 0u;
+    return guess >= MIN_GUESS ? best : 0u;
 }
 
 // From units of sizes to those of codes of a width, given the step: binary orders.
@@ -258,23 +259,22 @@ __device__ __forceinline__ int raised_for_codes(int width, float step, int unit)
 // Makes the numbers of the blocks of a width codes for the step of this lane's row, or those of zeros for
 // byte 0. `exponent`: what numbers are multiplied by besides mantissas.
 template <u32 PROFILE, int WIDTH, bool STORED>
-__device__ __forceinline__ void to_codes(Vectors& x, const Mantissas& mantissas, int exponent, u32 byte,
-                                         u32 lane) {
+__device__ __forceinline__ void to_codes(Vectors& x, const Mantissas& mantissas, int exponent, u32 byte) {
     if constexpr (has_width<PROFILE>(WIDTH)) {
         // Half a cell in units of codes: its mantissa, and an exponent that all have.
         const float half_cell = step_value(max(byte, 1u)) * (float)factor_of_width(WIDTH);
         const float up = Grid<WIDTH>::of_unit(
             reciprocal_of(__uint_as_float((__float_as_uint(half_cell) & 0x7fffffu) |
                                           __float_as_uint(power_of_two(3 + code_parts(WIDTH) - 24)))));
-        const u32 word = (byte ? MOST << 16 : 0u) | exponent_byte(exponent) << 16;
+        const u32 word = (byte ? MAX_RAISED << 16 : 0u) | exponent_byte(exponent) << 16;
         Two<u32> words;
         Grid<WIDTH> grid[2];
         if constexpr (WIDTH == 8) {
-            words = of_both(word, lane);
-            const Rows2 ups(up, lane);
+            words = of_both(word);
+            const Rows2 ups(up);
             grid[0] = Grid<8>::of(ups.of[0]), grid[1] = Grid<8>::of(ups.of[1]);
         } else {
-            words = of_both(word | half_of(up), lane);
+            words = of_both(word | half_of(up));
             grid[0] = Grid<WIDTH>::of(twice(words.low)), grid[1] = Grid<WIDTH>::of(twice(words.high));
         }
 #pragma unroll
@@ -306,7 +306,7 @@ __device__ __forceinline__ u32 encode_keys(Vectors& x, const Loaded& loaded, con
     const auto gain = [&](int b) { return decoded ? 1.f : gains[b]; };
     if (STORED) {
         const u32 mine = decoded ? 0x3c00u | (__float_as_uint(loaded.factor) >> 13 & 0x3ffu) : 0u;
-        mantissas.steps = of_both(twice(mine), lane);
+        mantissas.scales = of_both(twice(mine));
     }
     float counted[KEY_BLOCKS], largest = 0.f;
     {
@@ -329,7 +329,7 @@ __device__ __forceinline__ u32 encode_keys(Vectors& x, const Loaded& loaded, con
     const int exponent = exponent_of(scale);
     // Factors of both rows in float32, this lane's row times a power of 2.
     const auto exact_factors = [&](float times) {
-        const Rows2 rows((decoded ? -scale : scale) * times, lane);
+        const Rows2 rows((decoded ? -scale : scale) * times);
         asm volatile("" ::: "memory");  // gains are read again: such keys are rare
         return [rows, &frame](int i, int b) {
             const float by = rows.of[i];
@@ -344,10 +344,11 @@ __device__ __forceinline__ u32 encode_keys(Vectors& x, const Loaded& loaded, con
         if (loses_bits(exponent_of(least) + exponent)) {
             sizes.take(x, exact_factors(1.f));
         } else {
-            const Two<u32> words = of_both(exponent_byte(exponent), lane);
+            const Two<u32> words = of_both(exponent_byte(exponent));
             const u32 raised[2] = {raised_by(words.low, 0), raised_by(words.high, 0)};
-            sizes.take(x,
-                       [&](int i, int b) { return mantissas.raised<STORED>(b, i, raised[i], twice(MOST)); });
+            sizes.take(x, [&](int i, int b) {
+                return mantissas.raised<STORED>(b, i, raised[i], twice(MAX_RAISED));
+            });
         }
         sizes.sum_up(lane);
         byte = search_step<PROFILE, STORED>(sizes, counted, range.unit, decoded, lane);
@@ -377,8 +378,8 @@ __device__ __forceinline__ u32 encode_keys(Vectors& x, const Loaded& loaded, con
         raised[i] = exact ? 0 : exponent + raised[i];
     }
     if (exact) mantissas = Mantissas::ones();
-    to_codes<PROFILE, 2, STORED>(x, mantissas, raised[0], byte, lane);
-    to_codes<PROFILE, 4, STORED>(x, mantissas, raised[1], byte, lane);
-    to_codes<PROFILE, 8, STORED>(x, mantissas, raised[2], byte, lane);
+    to_codes<PROFILE, 2, STORED>(x, mantissas, raised[0], byte);
+    to_codes<PROFILE, 4, STORED>(x, mantissas, raised[1], byte);
+    to_codes<PROFILE, 8, STORED>(x, mantissas, raised[2], byte);
     return finite ? byte : NAN_STEP;
 }

@@ -83,8 +83,8 @@ __device__ __forceinline__ void add_up(const Magnitudes& magnitudes, const u32 (
 template <int BITS>
 __device__ __forceinline__ int error_of(u32 sum, int step, int all) {
     if constexpr (BITS == 4) return (int)sum;
-    constexpr int OF_STEPS = ((1 << 2 * BITS) - 1) / 3 * 16 * COMPARED;  // squares of 1, 2, 4 ... steps
-    return step * (OF_STEPS * step - (all << BITS) - 2 * (int)sum);
+    constexpr int OF_SQUARES = ((1 << 2 * BITS) - 1) / 3 * 16 * COMPARED;  // squares of 1, 2, 4 ... steps
+    return step * (OF_SQUARES * step - (all << BITS) - 2 * (int)sum);
 }
 
 // Four times the i-th of the bytes of a word.
@@ -97,15 +97,15 @@ template <int BITS>
 __device__ __forceinline__ u32 best_byte(const Magnitudes& magnitudes, u32 below, int unit, int all,
                                          u32 lane) {
     constexpr bool WALKS = BITS < 4;
-    const u32 middle = integer_steps(below, unit, BITS);
+    const u32 middle = integer_scales(below, unit, BITS);
     u32 mine = __byte_perm(middle, 0, 0x4420);  // steps, a byte each
     if (WALKS) {
-        const u32 low = integer_steps(below - 1, unit, BITS), high = integer_steps(below + 2, unit, BITS);
+        const u32 low = integer_scales(below - 1, unit, BITS), high = integer_scales(below + 2, unit, BITS);
         mine |= low << 16 | high << 24;
     }
-    const Two<u32> steps = of_both(mine, lane);
+    const Two<u32> scales = of_both(mine);
     const auto add = [&](int low, int high, u32(&sums)[2]) {
-        const u32 step[2] = {byte_of(steps.low, low), byte_of(steps.high, high)};
+        const u32 step[2] = {byte_of(scales.low, low), byte_of(scales.high, high)};
         add_up<BITS>(magnitudes, step, sums);
     };
     u32 first[2], second[2];
@@ -133,7 +133,7 @@ __device__ __forceinline__ u32 search_step(const Vectors& x, float factor, const
     } else {
         Magnitudes magnitudes;
         const float by = factor * power_of_two(7 - range.exponent);
-        to_magnitudes(x, of_both(pack_halves(by, by), lane), magnitudes);
+        to_magnitudes(x, of_both(pack_halves(by, by)), magnitudes);
         u32 all = 0, squares = 0;
         if constexpr (BITS < 4) {
             u32 sum[2] = {}, square[2] = {};
@@ -151,7 +151,7 @@ __device__ __forceinline__ u32 search_step(const Vectors& x, float factor, const
         if (takes_nearest(BITS) && (!STORED || !__any_sync(ALL_LANES, decoded))) return nearest_byte(guess);
         const u32 best = best_byte<BITS>(magnitudes, below_guess(guess), range.unit, (int)all, lane);
         if (takes_nearest(BITS) && !decoded) return nearest_byte(guess);
-        return guess >= LEAST_GUESS ? best : 0u;
+        return guess >= MIN_GUESS ? best : 0u;
     }
 }
 
@@ -205,7 +205,7 @@ __device__ __forceinline__ float reciprocal_of(float x) {
 
 // Makes numbers times `factor` codes for the step of this lane's row.
 template <int BITS>
-__device__ __forceinline__ void to_codes(Vectors& x, float factor, const Range& range, u32 byte, u32 lane) {
+__device__ __forceinline__ void to_codes(Vectors& x, float factor, const Range& range, u32 byte) {
     const float value = step_value(max(byte, 1u));
     const int unit = exponent_of(value) - 3 - code_parts(BITS);
     factor *= power_of_two(range.unit + 7 - range.exponent - unit);
@@ -214,7 +214,7 @@ __device__ __forceinline__ void to_codes(Vectors& x, float factor, const Range& 
         // unit.
         const int down = min(max(-17 - exponent_of(factor), 0), 14);
         if (__any_sync(ALL_LANES, down > 0)) {
-            const Two<u32> downs = of_both(half_of(power_of_two(-down)), lane);
+            const Two<u32> downs = of_both(half_of(power_of_two(-down)));
 #pragma unroll
             for (int t = 0; t < TILES; ++t)
 #pragma unroll
@@ -226,8 +226,8 @@ __device__ __forceinline__ void to_codes(Vectors& x, float factor, const Range& 
     if (byte == 0) factor = 0.f;
     const float reciprocal = reciprocal_of(value * power_of_two(-24 - unit));
     if constexpr (BITS == 8) {
-        const Two<u32> factors = of_both(pack_halves(factor, factor), lane),
-                       ups = of_both(__float_as_uint(Grid<8>::of_unit(reciprocal)), lane);
+        const Two<u32> factors = of_both(pack_halves(factor, factor)),
+                       ups = of_both(__float_as_uint(Grid<8>::of_unit(reciprocal)));
         const u32 by[2] = {factors.low, factors.high};
         const Grid<8> grid[2] = {Grid<8>::of(__uint_as_float(ups.low)),
                                  Grid<8>::of(__uint_as_float(ups.high))};
@@ -236,7 +236,7 @@ __device__ __forceinline__ void to_codes(Vectors& x, float factor, const Range& 
 #pragma unroll
             for (int i = 0; i < 4; ++i) x[t][i] = grid[i % 2].code(pair_product(x[t][i], by[i % 2]));
     } else {
-        const Two<u32> rows = of_both(pack_halves(factor, Grid<BITS>::of_unit(reciprocal)), lane);
+        const Two<u32> rows = of_both(pack_halves(factor, Grid<BITS>::of_unit(reciprocal)));
         const u32 by[2] = {__byte_perm(rows.low, 0, 0x1010), __byte_perm(rows.high, 0, 0x1010)};
         const Grid<BITS> grid[2] = {Grid<BITS>::of(__byte_perm(rows.low, 0, 0x3232)),
                                     Grid<BITS>::of(__byte_perm(rows.high, 0, 0x3232))};
@@ -252,6 +252,6 @@ template <int BITS, bool STORED>
 __device__ __forceinline__ u32 encode(Vectors& x, const Loaded& loaded, u32 lane) {
     const Range range = range_of(largest_of(x, lane) * (float)(1 << 24) * loaded.factor, BITS);
     const u32 byte = search_step<BITS, STORED>(x, loaded.factor, range, loaded.decoded, lane);
-    to_codes<BITS>(x, loaded.factor, range, byte, lane);
+    to_codes<BITS>(x, loaded.factor, range, byte);
     return byte;
 }

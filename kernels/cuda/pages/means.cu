@@ -177,7 +177,6 @@ struct Blocks {
     double squares[AT_ONCE][HEAD_DIM];  // of keys less their mean, over tokens
     double energies[AT_ONCE][HEAD_DIM / 2];
     double sums[AT_ONCE][4];
-    u32 largest[AT_ONCE][2];
     int has_queries[AT_ONCE];
     u8 shifts[AT_ONCE][HEAD_DIM / 2], order[AT_ONCE][HEAD_DIM / 2];
 };
@@ -211,8 +210,8 @@ __device__ __forceinline__ double sum_of_block(const Blocks<AT_ONCE>& blocks, in
     double sum = 0.;
 #pragma unroll 1
     for (int i = 0; i < HEAD_DIM / 4; ++i) {
-        const int place = HEAD_DIM / 4 * block + i, pair = blocks.order[h][pair_of_place(place)];
-        sum = __dadd_rn(sum, __dmul_rn(blocks.squares[h][channel_of_place(pair, place)],
+        const int position = HEAD_DIM / 4 * block + i, pair = blocks.order[h][pair_of_position(position)];
+        sum = __dadd_rn(sum, __dmul_rn(blocks.squares[h][channel_of_position(pair, position)],
                                        wide_power(-2 * (blocks.shifts[h][pair] + exponent))));
     }
     return sum;
@@ -250,6 +249,7 @@ __device__ void take_frames(const Freeze& call, const WaitingTokens& waiting, in
                   HALF = HEAD_DIM / 2;  // heads; channels of the first of each pair
     __shared__ double sizes[AT_ONCE][HEAD_DIM], energies[AT_ONCE][HEAD_DIM], middle[AT_ONCE];
     __shared__ int has_queries[AT_ONCE];
+    __shared__ u32 largest[AT_ONCE][2];  // of keys and of values
 #if IN_BLOCKS
     __shared__ Blocks<AT_ONCE> blocks;
 #endif
@@ -268,9 +268,10 @@ __device__ void take_frames(const Freeze& call, const WaitingTokens& waiting, in
             return raw_value(token < num_waiting ? waiting.element(side, head, token, channel)
                                                  : x[listed[token - num_waiting] * step]);
         };
+        if (threadIdx.x < 2 * AT_ONCE) largest[threadIdx.x / 2][threadIdx.x % 2] = 0;
 #if IN_BLOCKS
-        if (threadIdx.x < 2 * AT_ONCE) blocks.largest[threadIdx.x / 2][threadIdx.x % 2] = 0;
         if (threadIdx.x < AT_ONCE) blocks.has_queries[threadIdx.x] = 0;
+#endif
         __syncthreads();  // nothing is the largest yet
         if (there) {
             const u16* const k = n.k + row * n.k_batch + head * n.k_head + channel;
@@ -285,18 +286,17 @@ __device__ void take_frames(const Freeze& call, const WaitingTokens& waiting, in
                 of_keys = max(of_keys, finite_size(element(KEYS, k, n.k_step, token)));
                 of_values = max(of_values, finite_size(element(VALUES, v, n.v_step, token)));
             }
-            atomicMax(&blocks.largest[h][KEYS], of_keys);
-            atomicMax(&blocks.largest[h][VALUES], of_values);
+            atomicMax(&largest[h][KEYS], of_keys);
+            atomicMax(&largest[h][VALUES], of_values);
+#if IN_BLOCKS
             if (s.query_sums[at] > 0.f) blocks.has_queries[h] = 1;
+#endif
         }
         __syncthreads();  // the largest elements are known
-        const int exponent = there ? side_exponent(blocks.largest[h][KEYS]) : 0;
+        const int exponent = there ? side_exponent(largest[h][KEYS]) : 0;
         if (there && channel < 2)
             s.exponent[2 * (waiting.first_bh + head) + channel] =
-                (signed char)side_exponent(blocks.largest[h][channel]);
-#else
-        constexpr int exponent = 0;
-#endif
+                (signed char)side_exponent(largest[h][channel]);
         if (there) {
             const u16* const k = n.k + row * n.k_batch + head * n.k_head + channel;
             const auto key = [&](int token) { return (double)element(KEYS, k, n.k_step, token); };
@@ -305,11 +305,11 @@ __device__ void take_frames(const Freeze& call, const WaitingTokens& waiting, in
             for (int token = FIRST; token < end; ++token) sum += key(token);
             double mean = counts ? sum / (end - FIRST) * call.mean_factor[channel] : 0.;
             if (narrow && mean != 0. && !(mean * mean <= 2. * mean * key(0))) mean = 0.;
-            if (IN_BLOCKS) mean *= wide_power(-exponent);
+            mean *= wide_power(-exponent);
             const __half rounded = __double2half(fabs(mean) <= 65504. ? mean : 0.);
             s.k_mean[at] = rounded;
             mean = (double)__half2float(rounded);
-            if (IN_BLOCKS) mean *= wide_power(exponent);
+            mean *= wide_power(exponent);
             double size = 0.;
 #pragma unroll 4
             for (int token = FIRST; token < end; ++token) size += fabs(key(token) - mean);
@@ -489,5 +489,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) crop_rows(const LayerState
 }
 static_assert(WAITING_PAGES >= (LAST - 1) / PAGE + OPEN_PAGES, "waiting pages take the next tokens");
 
-// gate: HEAD_DIM=128,64,80,96,256 BF16=1,0 registers<=96
+// gate: HEAD_DIM=128,64,80,96,256 BF16=1,0 registers<=112
 // gate: HEAD_DIM=128,64,256 BF16=1,0 IN_BLOCKS=1 registers<=128 arch=sm_90a,sm_100a,sm_120a

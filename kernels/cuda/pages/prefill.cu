@@ -27,8 +27,8 @@ constexpr int PAGES = 4, SLOTS = PAGES * PAGE;       // of pages that a warp tak
 constexpr int LONG = 4;  // rounds of all warps from which on CTAs share a list page by page; else by parts
 
 struct alignas(16) Pages {
-    int steps[SLOTS];           // by page and row: which of the new tokens it is
-    u8* codes[2][PAGES];        // of keys and of values; their steps are behind them
+    int new_token[SLOTS];       // by page and row: which of the new tokens it is
+    u8* codes[2][PAGES];        // of keys and of values; their scales are behind them
     const u16* from[2][PAGES];  // key and value of step 0 of their bh
     u8* tails[PAGES];           // positions and importance
     u64 importance[PAGES];      // the address of that of step 0 of their bh
@@ -36,19 +36,11 @@ struct alignas(16) Pages {
     u32 bh[PAGES];
 #if IN_BLOCKS
     u16 bits[2][PAGES];
-    signed char exponents[2][PAGES];
 #else
     u8 bits[2][PAGES];
 #endif
+    signed char exponents[2][PAGES];
     int count;  // of these pages: fewer than PAGES at the end of a list
-
-    __device__ __forceinline__ int exponent(int side, int page) const {
-#if IN_BLOCKS
-        return exponents[side][page];
-#else
-        return 0;
-#endif
-    }
 };
 
 struct alignas(128) WarpSpace {
@@ -72,7 +64,7 @@ struct alignas(128) WarpSpace {
     }
 };
 static_assert(sizeof(WarpSpace) ==
-                  ((IN_BLOCKS ? 13 * HEAD_DIM + 2144 : 5 * HEAD_DIM + 2080) + PAGE * ROW_BYTES + 127) / 128 *
+                  ((IN_BLOCKS ? 13 * HEAD_DIM + 2144 : 5 * HEAD_DIM + 2112) + PAGE * ROW_BYTES + 127) / 128 *
                       128,
               "as the host reserves");
 
@@ -147,7 +139,7 @@ __device__ __forceinline__ void prepare(const LayerState& s, const NewTokens& ne
 #pragma unroll
     for (int i = 0; i < SLOTS / 32; ++i) {
         (uint4&)move[i] = space.moves[lane + 32 * i];
-        pages.steps[lane + 32 * i] = 0;  // where there is no move
+        pages.new_token[lane + 32 * i] = 0;  // where there is no move
     }
     ask_for_frame(s, ((const Move&)space.moves[0]).from, space.frame, lane);
     if (lane < count) {
@@ -156,7 +148,7 @@ __device__ __forceinline__ void prepare(const LayerState& s, const NewTokens& ne
         const u32 bh = first.from, batch = bh / s.heads, head = bh - batch * s.heads;
         u8* const record = s.arena + (u64)first.to * UNIT;
         pages.codes[KEYS][lane] = record;
-        pages.codes[VALUES][lane] = record + key_code_bytes(rung.bits_k) + step_bytes(rung.bits_k);
+        pages.codes[VALUES][lane] = record + key_code_bytes(rung.bits_k) + scale_bytes(rung.bits_k);
         pages.from[KEYS][lane] = new_tokens.k + batch * new_tokens.k_batch + head * new_tokens.k_head;
         pages.from[VALUES][lane] = new_tokens.v + batch * new_tokens.v_batch + head * new_tokens.v_head;
         pages.tails[lane] = record + rung.tail;
@@ -164,9 +156,7 @@ __device__ __forceinline__ void prepare(const LayerState& s, const NewTokens& ne
         pages.tokens[lane] = batch * new_tokens.num_new;
         pages.bh[lane] = bh;
         pages.bits[KEYS][lane] = rung.bits_k, pages.bits[VALUES][lane] = rung.bits_v;
-#if IN_BLOCKS
         for (int side = KEYS; side <= VALUES; ++side) pages.exponents[side][lane] = s.exponent[2 * bh + side];
-#endif
     }
     if (lane == 0) pages.count = count;
     __syncwarp();  // no step is set but by what follows; moves have been read
@@ -178,7 +168,7 @@ __device__ __forceinline__ void prepare(const LayerState& s, const NewTokens& ne
         if (!find_move(space, i, lane, index)) continue;
         const int page = 2 * i + lane / PAGE, slot = move[i].to_slot,
                   step = move[i].token - pages.tokens[page];
-        pages.steps[page * PAGE + row_of(slot)] = step;
+        pages.new_token[page * PAGE + row_of(slot)] = step;
         const u64 at = pages.importance[page] + step;
         detail.position = (u16)(new_tokens.first + step);
         detail.slot = (u8)slot, detail.importance_shift = (u8)(at % 4 * 8);
@@ -202,24 +192,24 @@ __device__ __forceinline__ void store_details(const WarpSpace& space, const Page
 // Asks for this lane's parts of rows ROUND to ROUNDS - 1, of 16 bytes, given that of step 0; `apart`: bytes
 // from one step to the next.
 template <int ROUND, int ROUNDS>
-__device__ __forceinline__ void ask_for_parts(u32 to, const u8* from, u32 apart, const int* steps) {
+__device__ __forceinline__ void ask_for_parts(u32 to, const u8* from, u32 apart, const int* new_token) {
     if constexpr (ROUND < ROUNDS) {
         u64 at;  // asked for like this, or the compiler multiplies by the upper half of `apart` as well
-        asm("mul.wide.u32 %0, %1, %2;" : "=l"(at) : "r"(steps[ROUND]), "r"(apart));
+        asm("mul.wide.u32 %0, %1, %2;" : "=l"(at) : "r"(new_token[ROUND]), "r"(apart));
         copy_async<ROUND * ROW_BYTES>(to ^ 16 * (ROUND % 8), from + at);
-        ask_for_parts<ROUND + 1, ROUNDS>(to, from, apart, steps);
+        ask_for_parts<ROUND + 1, ROUNDS>(to, from, apart, new_token);
     }
 }
 
-// Asks for the raw vectors of a page, given its steps.
-__device__ __forceinline__ void ask_for_rows(const u16* of_step_0, u32 apart, const int* steps,
+// Asks for the raw vectors of a page, given which new tokens it has.
+__device__ __forceinline__ void ask_for_rows(const u16* of_step_0, u32 apart, const int* new_token,
                                              WarpSpace& space, u32 lane) {
     constexpr int PARTS = HEAD_DIM / 8, OF_ROW = PARTS <= 8 ? 8 : PARTS <= 16 ? 16 : 32, ROUNDS = OF_ROW / 2;
     const int first = lane / OF_ROW * ROUNDS, part = lane % OF_ROW;
     if (PARTS < OF_ROW && part >= PARTS) return;
     int step[ROUNDS];
 #pragma unroll
-    for (int i = 0; i < ROUNDS; i += 4) (int4&)step[i] = *(const int4*)(steps + first + i);
+    for (int i = 0; i < ROUNDS; i += 4) (int4&)step[i] = *(const int4*)(new_token + first + i);
     ask_for_parts<0, ROUNDS>(shared_address(space.rows) + Rows::at(first, 8 * part),
                              (const u8*)of_step_0 + 16 * part, apart, step);
 }
@@ -230,8 +220,8 @@ __device__ __forceinline__ u8* read_again(u8* const& from) {
     return from;
 }
 
-// Stores the steps of a page, of this lane's row the one with that byte, behind codes of so many bytes.
-__device__ __forceinline__ void store_steps(u8* codes, int bytes, u32 byte, const Loaded& loaded, u32 lane) {
+// Stores the scales of a page, of this lane's row the one with that byte, behind codes of so many bytes.
+__device__ __forceinline__ void store_scales(u8* codes, int bytes, u32 byte, const Loaded& loaded, u32 lane) {
     if (lane % 4 < 2)  // of slot 2 g or 2 g + 1
         codes[bytes + lane / 4 * 2 + lane % 4] = (u8)(loaded.finite ? byte : NAN_STEP);
 }
@@ -241,7 +231,7 @@ __device__ __forceinline__ void store_page(int side, u8* const& to, Vectors& x, 
                                            u32 lane) {
     const u32 byte = encode<BITS, false>(x, loaded, lane);
     u8* const codes = read_again(to);
-    store_steps(codes, code_bytes(BITS), byte, loaded, lane);
+    store_scales(codes, code_bytes(BITS), byte, loaded, lane);
     if (!IN_BLOCKS && side == KEYS)
         store_codes<KEYS, BITS, true>((u32*)codes, x, 0, lane);
     else
@@ -260,7 +250,7 @@ struct StoreKeys {
     __device__ __forceinline__ void of() const {
         const u32 byte = encode_keys<PROFILE, false>(x, loaded, frame, lane);
         u8* const codes = read_again(to);
-        store_steps(codes, key_code_bytes(PROFILE), byte, loaded, lane);
+        store_scales(codes, key_code_bytes(PROFILE), byte, loaded, lane);
         store_profile<true>((u32*)codes, x, PROFILE, 0, lane);
     }
 };
@@ -294,7 +284,7 @@ extern "C" __global__ void BOUNDS write_prefill(const LayerState* __restrict__ l
     const auto ask = [&](const Pages& pages, int side, int page, u32 lane) {
         __syncwarp();  // all lanes have read the rows before
         ask_for_rows(pages.from[side][page], 2 * (u32)(side == KEYS ? new_tokens.k_step : new_tokens.v_step),
-                     pages.steps + PAGE * page, space, lane);
+                     pages.new_token + PAGE * page, space, lane);
     };
     {
         const u32 lane = lane_again();
@@ -375,7 +365,7 @@ extern "C" __global__ void BOUNDS write_prefill(const LayerState* __restrict__ l
         } else {
             Vectors x;
             const Frame* const frame = side == KEYS ? &space.frame : nullptr;
-            const Loaded loaded = load_raw<Rows>(space.rows, frame, pages.exponent(side, page), x, lane);
+            const Loaded loaded = load_raw<Rows>(space.rows, frame, pages.exponents[side][page], x, lane);
             ask_for_next();
             Signs mine;
 #pragma unroll

@@ -18,14 +18,14 @@
 
 constexpr int BLOCK_TILES = HEAD_DIM / 64;  // tiles of a block
 
-// Places of keys in blocks: of two neighbouring parts of HEAD_DIM / 8 places the first has the channels i of
-// rotary pairs, the second their channels i + HEAD_DIM / 2. Where in k_order the pair of a place is, and its
-// channel there.
-__host__ __device__ constexpr int pair_of_place(int place) {
-    return place - HEAD_DIM / 8 * ((place / (HEAD_DIM / 8) + 1) / 2);
+// Positions of keys in blocks: of two neighbouring parts of HEAD_DIM / 8 positions the first has the channels
+// i of rotary pairs, the second their channels i + HEAD_DIM / 2. Where in k_order the pair of a position is,
+// and its channel there.
+__host__ __device__ constexpr int pair_of_position(int position) {
+    return position - HEAD_DIM / 8 * ((position / (HEAD_DIM / 8) + 1) / 2);
 }
-__host__ __device__ constexpr int channel_of_place(int pair, int place) {
-    return pair + (place / (HEAD_DIM / 8) % 2 ? HEAD_DIM / 2 : 0);
+__host__ __device__ constexpr int channel_of_position(int pair, int position) {
+    return pair + (position / (HEAD_DIM / 8) % 2 ? HEAD_DIM / 2 : 0);
 }
 
 // The width of a block; 0 behind the last one.

@@ -5,7 +5,7 @@
 #include "pages/code_layout.cuh"
 #include "pages/encode.cuh"
 #include "pages/state.cuh"
-#include "pages/steps.cuh"
+#include "pages/scales.cuh"
 
 constexpr int MAX_SHIFT = 14, MAX_FURTHER = 10;
 constexpr int MIN_GROWN = 800, MIN_AGAIN = 640;  // in 256ths of an order; where a pair has a shift
@@ -24,38 +24,45 @@ __device__ __forceinline__ bool is_size(float x) {
 }
 
 // Lets the ratio of a rotary pair of a head follow new tokens from step `first` on, as `follow_ratios` does,
-// and returns it; a thread has a pair. Where tokens of the row wait it stays, which is looked up last: reads
-// go out together.
+// and returns it; a thread has a pair. Where tokens of the row wait it stays, which is looked at last.
+//
+// A warp stops at the first number that it needs. So keys, queries, ratio and frame are asked for side by
+// side in a step, before anything is done with one of them, and not before the loop.
 __device__ __forceinline__ int follow_ratio(const LayerState& s, const NewTokens& n, const Queries& queries,
                                             int row, int head, int first, int pair) {
     constexpr int HALF = HEAD_DIM / 2, MAX_RATIO = 16 << 8, JUMP = 7 << 8;  // 16 and 7 binary orders
     const u64 bh = (u64)row * s.heads + head;
     const __half* const mean = s.k_mean + bh * HEAD_DIM + pair;
-    const float power = power_of_two(s.exponent[2 * bh]);
-    const float mean_of[2] = {__half2float(mean[0]) * power, __half2float(mean[HALF]) * power};
-    const u16* const q = queries.q + row * queries.batch + head * queries.group * queries.head + pair;
-    const u16* const k = n.k + row * n.k_batch + head * n.k_head + pair;
+    const u16* q_step =
+        queries.q + row * queries.batch + first * queries.step + head * queries.group * queries.head + pair;
+    const u16* k = n.k + row * n.k_batch + first * n.k_step + head * n.k_head + pair;
     short* const ratios = s.k_ratio + bh * HALF + pair;
-    const int before = *ratios, waits = s.waits[row];
-    int ratio = before;
+    const int waits = s.waits[row];
+    int ratio = 0;
 #pragma unroll 1
-    for (int step = first; step < n.num_new; ++step) {
+    for (int step = first; step < n.num_new; ++step, k += n.k_step, q_step += queries.step) {
+        asm volatile("" ::: "memory");  // what is read below is not read before the loop
+        if (step == first) ratio = *ratios;
         if (n.valid && !n.valid[(u64)row * n.num_new + step]) continue;
+        const u32 key[2] = {k[0], k[HALF]};
+        const __half mean_of[2] = {mean[0], mean[HALF]};
+        const int exponent = s.exponent[2 * bh];
         float of_queries = 0.f;
-        const float of_keys = fabsf(raw_value(k[step * n.k_step]) - mean_of[0]) +
-                              fabsf(raw_value(k[step * n.k_step + HALF]) - mean_of[1]);
+        const u16* q = q_step;
 #pragma unroll 4
-        for (int g = 0; g < queries.group; ++g) {
-            const u16* const of_head = q + step * queries.step + g * queries.head;
-            of_queries += fabsf(raw_value(of_head[0]));
-            of_queries += fabsf(raw_value(of_head[HALF]));
+        for (int g = 0; g < queries.group; ++g, q += queries.head) {
+            of_queries += fabsf(raw_value(q[0]));
+            of_queries += fabsf(raw_value(q[HALF]));
         }
+        const float power = power_of_two(exponent);
+        const float of_keys = fabsf(raw_value(key[0]) - __half2float(mean_of[0]) * power) +
+                              fabsf(raw_value(key[1]) - __half2float(mean_of[1]) * power);
         if (!is_size(of_keys) || !is_size(of_queries)) continue;
         const int now = (int)(__float_as_uint(of_keys) >> 15) - (int)(__float_as_uint(of_queries) >> 15);
         const int change = min(max(now, -MAX_RATIO), MAX_RATIO) - ratio;
         ratio += queries.group > 1 && change >= JUMP ? change : change >> 3;
     }
-    if (waits) return before;
+    if (waits || first >= n.num_new) return *ratios;
     *ratios = (short)ratio;
     return ratio;
 }
@@ -117,19 +124,19 @@ __device__ __forceinline__ void add_and_subtract(int (&x)[CHANNELS], int lane) {
 static_assert(KEY_ROTATION <= 64, "two channels of a lane");
 
 // Finds the codes of channels first to first + 31 or 63, in order, of a slot again: see `refit_codes` of
-// kvlab/reference/blocks.py. By place: `further` orders, and `most` of those of a rotation.
+// kvlab/reference/blocks.py. By position: `further` orders, and `most` of those of a rotation.
 __device__ __forceinline__ void refit_codes(u8* codes, int profile, int slot, int first, const u8* further,
                                             const u8* most, int lane) {
     constexpr int BLOCK = HEAD_DIM / KEY_BLOCKS, CHANNELS = KEY_ROTATION > 32 ? 2 : 1;
     int x[CHANNELS], before[CHANNELS];
-    const auto place = [&](int j) {
+    const auto position = [&](int j) {
         const int channel = first + lane + 32 * j, block = channel / BLOCK;
         const Run run = run_of_block(profile, block);
         return make_int3(width_of_block(profile, block), 128 * run.word, channel - BLOCK * run.first);
     };
 #pragma unroll
     for (int j = 0; j < CHANNELS; ++j) {
-        const int3 at = place(j);
+        const int3 at = position(j);
         u32 code = 0;
         KVLAB_FOR_WIDTH(at.x, code = read_code<BITS>(codes + at.y, element_at(KEYS, slot, at.z)));
         before[j] = code, x[j] = at.x ? 2 * (int)code + 1 - (1 << at.x) : 0;
@@ -141,7 +148,7 @@ __device__ __forceinline__ void refit_codes(u8* codes, int profile, int slot, in
     add_and_subtract(x, lane);
 #pragma unroll
     for (int j = 0; j < CHANNELS; ++j) {
-        const int3 at = place(j);
+        const int3 at = position(j);
         const int raised = most[first + lane + 32 * j], width = at.x;
         if (!width || !raised) continue;
         const int cell = (x[j] + (KEY_ROTATION << (width + raised))) >> (log_of(KEY_ROTATION) + raised + 1);
@@ -155,13 +162,13 @@ __device__ __forceinline__ void refit_codes(u8* codes, int profile, int slot, in
 // rotary pair `pair`, if there is one.
 __device__ __noinline__ void raise_shifts(const LayerState& s, int bh, int pair, int rises) {
     constexpr int HALF = HEAD_DIM / 2, TOGETHER = KEY_ROTATION > 32 ? 64 : 32;
-    __shared__ u8 orders[HALF], further[HEAD_DIM], most[HEAD_DIM];  // by pair; by place, of a rotation
+    __shared__ u8 orders[HALF], further[HEAD_DIM], most[HEAD_DIM];  // by pair; by position, of a rotation
     const u64 of_bh = (u64)bh * HALF;
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     if (pair >= 0 && pair < HALF) orders[pair] = (u8)rises, s.k_shift[of_bh + pair] += rises;
     __syncthreads();  // orders are there
-    if (thread < HEAD_DIM) further[thread] = orders[s.k_order[of_bh + pair_of_place(thread)]];
-    __syncthreads();  // those of places are there
+    if (thread < HEAD_DIM) further[thread] = orders[s.k_order[of_bh + pair_of_position(thread)]];
+    __syncthreads();  // those of positions are there
     if (thread < HEAD_DIM) {
         int largest = 0;
         for (int i = 0; i < KEY_ROTATION; ++i)

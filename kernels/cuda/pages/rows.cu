@@ -28,8 +28,8 @@ struct Rows {
     u32* free_numbers;   // [layers][capacity]: numbers that are free, rung by rung
     PageCopy* copies;    // [layers][capacity]: kept pages that move
     int* num_copies;     // [layers]
-    const int* pairs;    // [num_pairs]: 2 * row + 1 if the next row gets the same pages, or else 2 * row
-    int capacity, head_dim, num_pairs;
+    const int* targets;  // [num_targets]: 2 * row + 1 if the next row gets the same pages, or else 2 * row
+    int capacity, head_dim, num_targets;
 };
 
 // The exclusive number of threads before this one for which `mine` holds, and of all; all threads.
@@ -192,13 +192,13 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS, 1) take_rows(const _
         if (copied) visit_table(f, source_of(bh), part, parts, counts[warp], nothing);
         __syncthreads();  // the pages of all warps are counted
         if (threadIdx.x < s.num_rungs) {
-            int place = next[threadIdx.x];
+            int position = next[threadIdx.x];
             for (int w = 0; w < TABLE_WARPS; ++w) {
                 const int own = counts[w][threadIdx.x];
-                counts[w][threadIdx.x] = place;
-                place += own;
+                counts[w][threadIdx.x] = position;
+                position += own;
             }
-            next[threadIdx.x] = place;
+            next[threadIdx.x] = position;
         }
         __syncthreads();  // every warp has its numbers
         if (!there) continue;
@@ -252,8 +252,8 @@ extern "C" __global__ void __launch_bounds__(TABLE_THREADS, 1) take_rows(const _
         }
 #if IN_BLOCKS
         if (lane < KEY_BLOCKS) s.k_gain[KEY_BLOCKS * bh + lane] = f.k_gain[KEY_BLOCKS * source + lane];
-        if (lane < 2) s.exponent[2 * bh + lane] = f.exponent[2 * source + lane];
 #endif
+        if (lane < 2) s.exponent[2 * bh + lane] = f.exponent[2 * source + lane];
         if (lane < OPEN_PAGES) s.open[bh * OPEN_PAGES + lane] = f.open[source * OPEN_PAGES + lane];
         if (lane == 0) {
             s.num_pages[bh] = f.num_pages[source];
@@ -271,12 +271,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) move_kept(const __grid_con
 extern "C" __global__ void __launch_bounds__(THREADS, 4) gather_pages(const __grid_constant__ Rows call) {
     const LayerState &f = call.from[blockIdx.y], &s = call.to[blockIdx.y], &o = call.sources[blockIdx.y];
     const int warps = gridDim.x * (THREADS / 32), lane = threadIdx.x % 32;
-    const u32 pairs = call.num_pairs, of_head = (s.entries + RUN - 1) / RUN * pairs, all = s.heads * of_head;
+    const u32 targets = call.num_targets, of_head = (s.entries + RUN - 1) / RUN * targets,
+              all = s.heads * of_head;
 #pragma unroll 1
     for (u32 n = blockIdx.x * (THREADS / 32) + threadIdx.x / 32; n < all; n += warps) {
         // Rows go fastest: those that get the same pages read them at about the same time, from L2 but once.
-        const int head = n / of_head, entry = (n - head * of_head) / pairs * RUN + lane;
-        const int pair = call.pairs[n % pairs], row = pair >> 1;
+        const int head = n / of_head, entry = (n - head * of_head) / targets * RUN + lane;
+        const int target = call.targets[n % targets], row = target >> 1;
         const int bh = row * s.heads + head, origin = s.waits[row] ? call.rows[row] : call.origins[row];
         const u64 i = (u64)bh * s.entries + entry;
         const bool waits = s.waits[row], is_page = lane < RUN && origin >= 0 && entry < s.num_pages[bh];
@@ -287,7 +288,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) gather_pages(const __gr
             from =
                 waits ? (source * WAITING_PAGES + entry) * units : o.index[(u64)source * o.entries + entry];
             to = s.index[i];
-            if (pair & 1) second = s.index[i + (u64)s.heads * s.entries];
+            if (target & 1) second = s.index[i + (u64)s.heads * s.entries];
         }
         const u8* const sources = waits ? f.waiting : o.arena;
         for (int page = 0; page < RUN; ++page) {

@@ -1,7 +1,7 @@
 // Raw vectors into steps and codes of pages, a warp a vector, bit for bit as kvlab/reference/pages.py says.
 //
 // From the rounding to integers on all that decides a code is exact: sums are of integers and come
-// out the same in any order. Those of the rotation are 32-bit integers, in which there is room for a vector
+// out the same in any order. Those of the rotation are 32-bit integers, which have bits to spare for a vector
 // in the finer unit of the mean: the difference is rotated at once, and rounded once. A rotated vector is
 // numbers of float16, whole multiples of 2^-24, two to a word. Where its step is looked for, elements and
 // steps are bytes, four to a word.
@@ -10,10 +10,10 @@
 #pragma once
 
 #include "common/half_pairs.cuh"
-#include "pages/steps.cuh"
+#include "pages/scales.cuh"
 
 constexpr int PER_LANE = (HEAD_DIM + 31) / 32;
-constexpr int PAIRS = (PER_LANE + 1) / 2, MAGNITUDE_WORDS = (PER_LANE + 3) / 4;
+constexpr int NUM_HALF2 = (PER_LANE + 1) / 2, MAGNITUDE_WORDS = (PER_LANE + 3) / 4;
 constexpr float TWO_23 = 8388608.f, ROUNDER = 1.5f * TWO_23;
 constexpr u32 ZERO = 0x4b400000;  // the bits of ROUNDER
 
@@ -24,6 +24,12 @@ __device__ __forceinline__ bool is_there(int lane, int j) {
 // How many warps look for the step of a vector, one for each that is tried.
 __host__ __device__ constexpr int tries_of(int bits) {
     return bits >= 8 || takes_nearest(bits) ? 1 : bits == 4 ? 2 : 4;
+}
+
+// A number divided by 2^down: in two products, for such a power may be no normal number.
+__device__ __forceinline__ float divided(float x, int down) {
+    const int half = down / 2;
+    return x * power_of_two(-half) * power_of_two(half - down);
 }
 
 // The largest size of a number, as bits: an infinite one is above all others, and NaN above that.
@@ -40,19 +46,13 @@ __device__ __forceinline__ u32 integer_product(float x, float factor) {
     return __float_as_uint(fmaf(x, factor, ROUNDER));
 }
 
-// The block Hadamard transform of integers without its factor, modulo 2^32; keys in blocks have smaller ones.
-// What all numbers have too much is taken off where a lane's part of the transform has brought it together,
-// or before.
-template <bool MAY_BE_KEY>
-__device__ __forceinline__ void add_and_subtract(u32 (&x)[PER_LANE], u32 too_much, bool is_key, int lane) {
-    constexpr int OF_LANE = ROTATION_BLOCK > 32 ? ROTATION_BLOCK / 32 : 1;  // elements of a block
-    constexpr int OF_KEY = MAY_BE_KEY && KEY_ROTATION > 32 ? KEY_ROTATION / 32 : 1;
-    if (MAY_BE_KEY)
-#pragma unroll
-        for (int j = 0; j < PER_LANE; ++j) x[j] -= too_much;
+// The Hadamard transform of integers in blocks of BLOCK without its factor, modulo 2^32. What all numbers
+// have too much is taken off where a lane's part of the transform has brought it together.
+template <int BLOCK>
+__device__ __forceinline__ void add_and_subtract(u32 (&x)[PER_LANE], u32 too_much, int lane) {
+    constexpr int OF_LANE = BLOCK > 32 ? BLOCK / 32 : 1;  // elements of a block
 #pragma unroll
     for (int to = 1; to < OF_LANE; to *= 2) {
-        if (MAY_BE_KEY && to >= OF_KEY && is_key) continue;
 #pragma unroll
         for (int j = 0; j < PER_LANE; ++j) {
             if (j & to) continue;
@@ -60,12 +60,10 @@ __device__ __forceinline__ void add_and_subtract(u32 (&x)[PER_LANE], u32 too_muc
             x[j] = a + b, x[j + to] = a - b;
         }
     }
-    if (!MAY_BE_KEY)
 #pragma unroll
-        for (int j = 0; j < PER_LANE; j += OF_LANE) x[j] -= OF_LANE * too_much;
+    for (int j = 0; j < PER_LANE; j += OF_LANE) x[j] -= OF_LANE * too_much;
 #pragma unroll
-    for (int h = 1; h < 32 && h < ROTATION_BLOCK; h *= 2) {
-        if (MAY_BE_KEY && h >= KEY_ROTATION && is_key) continue;
+    for (int h = 1; h < 32 && h < BLOCK; h *= 2) {
         const u32 sign = lane & h ? ~0u : 1u;
 #pragma unroll
         for (int j = 0; j < PER_LANE; ++j) x[j] = x[j] * sign + __shfl_xor_sync(ALL_LANES, x[j], h);
@@ -75,32 +73,31 @@ __device__ __forceinline__ void add_and_subtract(u32 (&x)[PER_LANE], u32 too_muc
 // A rotated vector: numbers times 2^24 `factor` are its elements. Unless it is finite, the rest means
 // nothing.
 struct Rotated {
-    u32 numbers[PAIRS];  // of elements j = 2 i, 2 i + 1
+    u32 numbers[NUM_HALF2];  // of elements j = 2 i, 2 i + 1
     float factor, largest;
     bool finite;
 };
 
-// Rotates a raw vector as pages keep it, less its mean; where there is none that is zeros. MAY_BE_KEY: it may
-// be a key in blocks, as `is_key` says. `arrange` puts sums where their blocks are; `root`: the factor
-// without its power of 2.
-template <bool MAY_BE_KEY, class Arrange>
+// Rotates a raw vector as pages keep it, less its mean; where there is none that is zeros. BLOCK: 2^LOG
+// channels that are rotated together. `arrange` puts sums where their blocks are; `root`: the factor without
+// its power of 2.
+template <int BLOCK, int LOG, class Arrange>
 __device__ __forceinline__ Rotated rotate_integers(const float (&raw)[PER_LANE],
-                                                   const float (&mean)[PER_LANE], bool is_key, float root,
+                                                   const float (&mean)[PER_LANE], float root,
                                                    Arrange arrange) {
     // Sums of each are 2^24 at most, so the vector's may count 2^6 times as much. If the mean's unit is finer
     // than that, which is rare, both are rotated, one after the other: a number is rounded once all the same.
     // Where it is 2^50 times finer the mean changes nothing, and no power of 2 needs to be smaller.
-    constexpr int ROOM = 6, FINEST = 50;
+    constexpr int SPARE_BITS = 6, MAX_FINER = 50;
     int lane;  // asked for here, or the compiler works out what follows from it before it asks for vectors
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
     const u32 most = largest_of(raw), most_of_mean = largest_of(mean);
     const bool finite = most < __float_as_uint(power_of_two(TOO_LARGE));
-    const int log = MAY_BE_KEY && is_key ? LOG_KEYS : LOG_BLOCK;
-    const int exponent = rotation_exponent(__uint_as_float(max(finite ? most : 0u, most_of_mean)), log);
-    const int of_mean = rotation_exponent(__uint_as_float(most_of_mean), log);
-    int finer = most_of_mean ? min(exponent - of_mean, FINEST) : 0;
+    const int exponent = rotation_exponent(__uint_as_float(max(finite ? most : 0u, most_of_mean)), LOG);
+    const int of_mean = rotation_exponent(__uint_as_float(most_of_mean), LOG);
+    int finer = most_of_mean ? min(exponent - of_mean, MAX_FINER) : 0;
     const float by = power_of_two(-exponent), by_mean = -power_of_two(-of_mean);
-    const u32 times = finer > ROOM ? 0u : 1u << finer;
+    const u32 times = finer > SPARE_BITS ? 0u : 1u << finer;
     u32 whole[PER_LANE], sums[PER_LANE];
     float x[PER_LANE] = {};
 #pragma unroll
@@ -111,11 +108,11 @@ __device__ __forceinline__ Rotated rotate_integers(const float (&raw)[PER_LANE],
 #pragma unroll 1
     for (;; finer = 0) {
         arrange(sums);
-        add_and_subtract<MAY_BE_KEY>(sums, ZERO * (times + 1), is_key, lane);
+        add_and_subtract<BLOCK>(sums, ZERO * (times + 1), lane);
         const float unit = power_of_two(-26 - finer);
 #pragma unroll
         for (int j = 0; j < PER_LANE; ++j) x[j] = fmaf(__int2float_rn((int)sums[j]), unit, x[j]);
-        if (finer <= ROOM) break;
+        if (finer <= SPARE_BITS) break;
 #pragma unroll
         for (int j = 0; j < PER_LANE; ++j) sums[j] = whole[j];
     }
@@ -124,18 +121,18 @@ __device__ __forceinline__ Rotated rotate_integers(const float (&raw)[PER_LANE],
 #pragma unroll
     for (int j = 1; j < PER_LANE; ++j) larger = fmaxf(larger, fabsf(x[j]));
 #pragma unroll
-    for (int i = 0; i < PAIRS; ++i)
+    for (int i = 0; i < NUM_HALF2; ++i)
         r.numbers[i] = pack_halves(x[2 * i], 2 * i + 1 < PER_LANE ? x[2 * i + 1] : 0.f);
     larger = __uint_as_float(__reduce_max_sync(ALL_LANES, __float_as_uint(larger)));
     r.largest = half_bits_to_float(half_of(larger));
-    r.factor = root * power_of_two(exponent + 2 - (log + 1) / 2);
+    r.factor = root * power_of_two(exponent + 2 - (LOG + 1) / 2);
     r.finite = finite;
     return r;
 }
 
 __device__ __forceinline__ Rotated rotate_vector(const float (&raw)[PER_LANE],
                                                  const float (&mean)[PER_LANE]) {
-    return rotate_integers<false>(raw, mean, false, FACTOR, [](u32(&)[PER_LANE]) {});
+    return rotate_integers<ROTATION_BLOCK, LOG_BLOCK>(raw, mean, FACTOR, [](u32(&)[PER_LANE]) {});
 }
 
 __device__ __forceinline__ Range range_of(const Rotated& x, int bits) {
@@ -163,7 +160,7 @@ __device__ __forceinline__ void to_magnitudes(const Rotated& x, const Range& ran
     const u32 by = pack_halves(factor, factor);
 #pragma unroll
     for (int i = 0; i < MAGNITUDE_WORDS; ++i) {
-        const u32 upper = 2 * i + 1 < PAIRS ? pair_product(x.numbers[2 * i + 1], by) : 0u;
+        const u32 upper = 2 * i + 1 < NUM_HALF2 ? pair_product(x.numbers[2 * i + 1], by) : 0u;
         magnitudes[i] =
             __byte_perm(pair_product(x.numbers[2 * i], by), upper, 0x6420) & compared_bytes(i, lane);
     }
@@ -195,7 +192,7 @@ __device__ __forceinline__ Guess guess_step(const Rotated& x, const Range& range
     const float sum = BITS < 4 ? (float)sum_of(magnitudes) : 0.f,
                 squares = BITS < 4 ? (float)sum_of_squares(magnitudes) : 0.f;
     const u32 guess = guess_of(range.counted, sum, squares, false, range.unit, BITS);
-    return {guess, x.finite && (BITS == 8 ? guess > 0 : guess >= LEAST_GUESS)};
+    return {guess, x.finite && (BITS == 8 ? guess > 0 : guess >= MIN_GUESS)};
 }
 
 // The squared error of the i-th step from `lowest` on: distances to the grid are what is left of magnitudes
@@ -203,13 +200,13 @@ __device__ __forceinline__ Guess guess_step(const Rotated& x, const Range& range
 template <int BITS>
 __device__ __forceinline__ u32 error_of(const Magnitudes& magnitudes, const Range& range, u32 lowest, int i,
                                         int lane) {
-    const u32 steps = (integer_steps(lowest + i, range.unit, BITS) & 255) * 0x01010101u;
+    const u32 scales = (integer_scales(lowest + i, range.unit, BITS) & 255) * 0x01010101u;
     Magnitudes left;
 #pragma unroll
     for (int w = 0; w < MAGNITUDE_WORDS; ++w) {
         left[w] = magnitudes[w];
 #pragma unroll
-        for (int k = BITS - 1; k >= 0; --k) left[w] = distances(left[w], steps << k);
+        for (int k = BITS - 1; k >= 0; --k) left[w] = distances(left[w], scales << k);
         left[w] &= compared_bytes(w, lane);
     }
     return sum_of_squares(left);
@@ -226,16 +223,16 @@ __device__ __forceinline__ void to_codes(const Rotated& x, const Range& range, u
     const int unit = exponent_of(value) - 3 - code_parts(BITS);
     float factor = x.factor * power_of_two(range.unit + 7 - range.exponent - unit);
     if (!counts) factor = 0.f;
-    u32 numbers[PAIRS];
+    u32 numbers[NUM_HALF2];
 #pragma unroll
-    for (int i = 0; i < PAIRS; ++i) numbers[i] = x.numbers[i];
+    for (int i = 0; i < NUM_HALF2; ++i) numbers[i] = x.numbers[i];
     if (BITS == 8 && LOG_BLOCK % 2 && factor < power_of_two(-17)) {
         // The factor would be subnormal and lose bits. Numbers lose them instead, less than 1/40 of a
         // unit.
         const int down = min(-17 - exponent_of(factor), 14);
         const u32 by = pack_halves(power_of_two(-down), power_of_two(-down));
 #pragma unroll
-        for (int i = 0; i < PAIRS; ++i) numbers[i] = pair_product(numbers[i], by);
+        for (int i = 0; i < NUM_HALF2; ++i) numbers[i] = pair_product(numbers[i], by);
         factor *= power_of_two(down);
     }
     const u32 by = pack_halves(factor, factor);
@@ -247,7 +244,7 @@ __device__ __forceinline__ void to_codes(const Rotated& x, const Range& range, u
     // Half a unit more keeps quotients away from integers (tests/kernels/test_grid_codes.py).
     const float first = fmaf(per_unit, .5f / (1 << 24), .5f);
 #pragma unroll
-    for (int i = 0; i < PAIRS; ++i) {
+    for (int i = 0; i < NUM_HALF2; ++i) {
         const u32 pair = pair_product(numbers[i], by);
 #pragma unroll
         for (int j = 2 * i; j < PER_LANE && j < 2 * i + 2; ++j) {

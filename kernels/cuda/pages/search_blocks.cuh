@@ -1,6 +1,5 @@
 // Keys in blocks into steps and codes of a profile, a warp a vector, bit for bit as
-// kvlab/reference/blocks.py; and values of 8 bits, which the same code takes: they stay in their order and
-// are one block.
+// kvlab/reference/blocks.py.
 //
 // A lane has positions lane + 32 j. Elements are numbers times what their block is multiplied by, in float32,
 // where they are exact.
@@ -32,28 +31,18 @@ struct ChannelOrder {
     float gains[PER_LANE];
 };
 
-__device__ __forceinline__ ChannelOrder order_of_keys(const LayerState& s, int bh, int lane) {
+// What is read is read by all at once, before anything is done with it.
+__device__ __forceinline__ ChannelOrder channel_order(const LayerState& s, int bh, int lane) {
     ChannelOrder r;
+    u32 pairs[PER_LANE];
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) {
-        const int place = lane + 32 * j;
-        r.channels[j] = channel_of_place(s.k_order[(u64)bh * HEAD_DIM / 2 + pair_of_place(place)], place);
+        pairs[j] = s.k_order[(u64)bh * HEAD_DIM / 2 + pair_of_position(lane + 32 * j)];
         r.gains[j] = s.k_gain[KEY_BLOCKS * bh + block_of(lane, j)];
     }
-    return r;
-}
-
-__device__ __forceinline__ ChannelOrder order_of_values(int lane) {
-    ChannelOrder r;
 #pragma unroll
-    for (int j = 0; j < PER_LANE; ++j) r.channels[j] = lane + 32 * j, r.gains[j] = FACTOR;
+    for (int j = 0; j < PER_LANE; ++j) r.channels[j] = channel_of_position(pairs[j], lane + 32 * j);
     return r;
-}
-
-// A number divided by 2^down: in two products, for such a power may be no normal number.
-__device__ __forceinline__ float divided(float x, int down) {
-    const int half = down / 2;
-    return x * power_of_two(-half) * power_of_two(half - down);
 }
 
 // Rotated elements: `of` times `unit`.
@@ -69,7 +58,7 @@ __device__ __forceinline__ float largest_of_lanes(float x) {
 
 __device__ __forceinline__ Elements rotate_in_blocks(const float (&raw)[PER_LANE],
                                                      const float (&mean)[PER_LANE], const ChannelOrder& order,
-                                                     u32* scratch, bool is_key, int lane) {
+                                                     u32* scratch, int lane) {
     const auto arrange = [&](u32(&x)[PER_LANE]) {
 #pragma unroll
         for (int j = 0; j < PER_LANE; ++j) scratch[lane + 32 * j] = x[j];
@@ -78,10 +67,7 @@ __device__ __forceinline__ Elements rotate_in_blocks(const float (&raw)[PER_LANE
         for (int j = 0; j < PER_LANE; ++j) x[j] = scratch[order.channels[j]];
         __syncwarp();  // all have been read
     };
-    // Two copies where levels of keys are few, for branches take longer than they.
-    const Rotated rotated = HEAD_DIM > 64 ? rotate_integers<true>(raw, mean, is_key, 1.f, arrange)
-                            : is_key      ? rotate_integers<true>(raw, mean, true, 1.f, arrange)
-                                          : rotate_integers<true>(raw, mean, false, 1.f, arrange);
+    const Rotated rotated = rotate_integers<KEY_ROTATION, LOG_KEYS>(raw, mean, 1.f, arrange);
     Elements r;
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) {
@@ -93,8 +79,8 @@ __device__ __forceinline__ Elements rotate_in_blocks(const float (&raw)[PER_LANE
     return r;
 }
 
-__device__ __forceinline__ int width_at(u32 profile, bool is_key, int lane, int j) {
-    return profile == ALL_OF_8 || !is_key ? 8 : width_of_block(profile, block_of(lane, j));
+__device__ __forceinline__ int width_at(u32 profile, int lane, int j) {
+    return profile == ALL_OF_8 ? 8 : width_of_block(profile, block_of(lane, j));
 }
 
 // The largest element of each block that has codes, in units.
@@ -134,8 +120,8 @@ __device__ __forceinline__ u32 error_of(const Elements& x, float to_sizes, float
 // Makes a vector codes and returns the byte of its step. Warp `rank` tries one byte, and `agree` says which
 // of them is the one, given its error; codes are those of that warp.
 template <u32 PROFILE, class Agree>
-__device__ __forceinline__ u32 encode_key(const Elements& x, bool is_key, int rank, Agree agree,
-                                          u32 (&codes)[PER_LANE], int lane) {
+__device__ __forceinline__ u32 encode_key(const Elements& x, int rank, Agree agree, u32 (&codes)[PER_LANE],
+                                          int lane) {
     float largest[KEY_BLOCKS], most = 0.f;
     if (PROFILE == ALL_OF_8) {
 #pragma unroll
@@ -146,7 +132,7 @@ __device__ __forceinline__ u32 encode_key(const Elements& x, bool is_key, int ra
 #pragma unroll
         for (int b = 0; b < KEY_BLOCKS; ++b) most = fmaxf(most, largest[b]);
     }
-    const Range range = range_of(most * x.unit, is_key ? 4 : 8);  // that of 4 bits is that of all profiles
+    const Range range = range_of(most * x.unit, 4);  // that of 4 bits is that of all profiles
     u32 found, best = 0;
     const bool finite = x.finite && most * x.unit < __int_as_float(0x7f800000);
     bool counts = finite && most > 0.f;
@@ -158,7 +144,7 @@ __device__ __forceinline__ u32 encode_key(const Elements& x, bool is_key, int ra
 #pragma unroll
         for (int b = 0; b < KEY_BLOCKS; ++b) largest[b] *= to_sizes;
         const u32 guess = guess_of_blocks(largest, PROFILE, false, range.unit);
-        counts &= guess >= LEAST_GUESS;
+        counts &= guess >= MIN_GUESS;
         const u32 lowest = below_guess(guess) - (HEAD_DIM < 128);
         const float in_units = power_of_two(-range.unit);
         const u32 byte = lowest + rank;
@@ -171,7 +157,7 @@ __device__ __forceinline__ u32 encode_key(const Elements& x, bool is_key, int ra
                     to_step = counts ? x.unit * power_of_two(range.unit + 7 - range.exponent) : 0.f;
 #pragma unroll
         for (int j = 0; j < PER_LANE; ++j) {
-            const int width = width_at(PROFILE, is_key, lane, j);
+            const int width = width_at(PROFILE, lane, j);
             const float half_cell = value * (float)factor_of_width(width);
             const int unit = exponent_of(half_cell) - 3 - code_parts(width);
             const float whole = half_bits_to_float(half_of(x.of[j] * (to_step * power_of_two(-24 - unit))));

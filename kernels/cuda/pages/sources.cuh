@@ -25,13 +25,13 @@ using Width = u8;
 
 // One side (K or V) of a page.
 struct Region {
-    u8 *codes, *steps;
+    u8 *codes, *scales;
     int bits;
 };
 
 __device__ __forceinline__ Region region_of(Side side, u8* record, const CacheRung& rung) {
     const int bits = side == KEYS ? rung.bits_k : rung.bits_v;
-    if (side == VALUES) record += key_code_bytes(rung.bits_k) + step_bytes(rung.bits_k);
+    if (side == VALUES) record += key_code_bytes(rung.bits_k) + scale_bytes(rung.bits_k);
     return {record, record + (side == KEYS ? key_code_bytes(bits) : code_bytes(bits)), bits};
 }
 
@@ -51,13 +51,13 @@ struct PageState {
     u32 importance_words[PAGE];  // by move: a word with the importance of its new token
     // Written when the moves are there.
     Width bits[PAGE];  // by slot: what its row holds, raw elements (16) or codes of this width
-    u8 steps[PAGE];    // by slot: the step of the codes of its row
+    u8 scales[PAGE];   // by slot: the step of the codes of its row
 #if IN_BLOCKS
-    u8 order[HEAD_DIM];  // copied: k_order of the pair, by place
+    u8 order[HEAD_DIM];  // copied: k_order of the pair, by position
     float gain[4];       // copied: k_gain of the pair
-    u32 exponents;       // copied: a word with the exponent of this side of the pair
 #endif
-    u32 any_raw;  // whether a row holds raw elements
+    u32 exponents;  // copied: a word with the exponent of this side of the pair
+    u32 any_raw;    // whether a row holds raw elements
     Region to;
     u8* tail;    // positions and importance of the page
     u32 mask;    // slots that are written
@@ -190,22 +190,15 @@ __device__ __forceinline__ u32 pair_of(const Move& move) {
     return is_new(move) ? move.from : move.token;
 }
 
-#if IN_BLOCKS
-__device__ __forceinline__ const signed char* place_of_exponent(Side side, const LayerState& s,
-                                                                const Move& move) {
+__device__ __forceinline__ const signed char* offset_of_exponent(Side side, const LayerState& s,
+                                                                 const Move& move) {
     return s.exponent + 2 * pair_of(move) + side;
 }
 
-#endif
-
 // The exponent of a side of a page, which is there.
 __device__ __forceinline__ int exponent_of(Side side, const LayerState& s, const PageState& page) {
-#if IN_BLOCKS
-    const u64 at = (u64)place_of_exponent(side, s, (const Move&)page.moves[0]);
+    const u64 at = (u64)offset_of_exponent(side, s, (const Move&)page.moves[0]);
     return (signed char)(page.exponents >> at % 4 * 8);
-#else
-    return 0;
-#endif
 }
 
 // Asks for the frame of the keys of a page.
@@ -240,9 +233,7 @@ __device__ __forceinline__ void ask_for_page(Side side, const LayerState& s, con
         u8* const record = s.arena + (u64)first.to * UNIT;
         page.to = region_of(side, record, rung);
         page.tail = record + rung.tail;
-#if IN_BLOCKS
-        copy_word_async(&page.exponents, (const void*)((u64)place_of_exponent(side, s, first) & ~3ull));
-#endif
+        copy_word_async(&page.exponents, (const void*)((u64)offset_of_exponent(side, s, first) & ~3ull));
     }
     if (side == VALUES) return;
     ask_for_frame(s, pair_of(first), page, lane);

@@ -17,7 +17,7 @@
 
 #include "common/async_copies.cuh"
 #include "common/half_pairs.cuh"
-#include "pages/steps.cuh"
+#include "pages/scales.cuh"
 #if IN_BLOCKS
 #include "pages/order.cuh"
 #endif
@@ -35,8 +35,8 @@ struct Two {
 };
 
 // What both rows of a lane have, from what lanes hold of the row that is theirs.
-__device__ __forceinline__ Two<u32> of_both(u32 mine, u32 lane) {
-    return {__shfl_sync(ALL_LANES, mine, lane & ~1u), __shfl_sync(ALL_LANES, mine, lane | 1)};
+__device__ __forceinline__ Two<u32> of_both(u32 mine) {
+    return {__shfl_sync(ALL_LANES, mine, 0, 2), __shfl_sync(ALL_LANES, mine, 1, 2)};
 }
 
 // The larger of the first and the size of the second of two pairs of raw elements. Compared as float16 even
@@ -91,19 +91,20 @@ struct Frame {
     alignas(16) u8 shifts[HEAD_DIM];   // binary orders
     float largest;                     // of the mean
     int exponent;
-    bool scales;  // whether any channel is scaled
-#if IN_BLOCKS     // sums and shifts are by position
+    bool is_scaled;  // whether any channel is scaled
+#if IN_BLOCKS        // sums and shifts are by position
     Order order;
     alignas(16) float gain[KEY_BLOCKS];
     u32 mantissas[KEY_BLOCKS];  // of gains
 #endif
 };
 
-// Asks for a table of rotary pairs of a head, a byte each: for all channels, or all places of their order.
+// Asks for a table of rotary pairs of a head, a byte each: for all channels, or all positions of their order.
 template <bool IN_ORDER>
 __device__ __forceinline__ void ask_for_pairs(u8* to, const u8* table, u32 bh, u32 lane) {
-    const int place = 8 * (int)lane, pair = IN_ORDER ? pair_of_place(place) : place % (HEAD_DIM / 2);
-    if (lane < HEAD_DIM / 8) copy_half_async(to + place, table + (u64)bh * (HEAD_DIM / 2) + pair);
+    const int position = 8 * (int)lane,
+              pair = IN_ORDER ? pair_of_position(position) : position % (HEAD_DIM / 2);
+    if (lane < HEAD_DIM / 8) copy_half_async(to + position, table + (u64)bh * (HEAD_DIM / 2) + pair);
 }
 
 // A number of 11 significant bits as float16 in both halves, its exponent modulo 64.
@@ -140,11 +141,12 @@ __device__ __forceinline__ void turn_signs(Vectors& x, u32 lane) {
 }
 
 // Loads vectors: keys into their frame, if there is one, and values, which have none. What counts as the
-// largest element of a row if no other is larger is that of the mean. In ladders with profiles vectors are
-// divided by 2^down on the way, and of keys turned rows remain.
+// largest element of a row if no other is larger is that of the mean. Vectors are divided by 2^down on the
+// way, and in ladders with profiles turned rows of keys remain.
 template <class Rows>
 __device__ __forceinline__ Loaded load_raw(u8* rows, const Frame* frame, int down, Vectors& x, u32 lane) {
-    constexpr int LEAST = BF16 ? -200 : -39;  // exponents of units from which on one product makes integers
+    constexpr int MIN_UNIT =
+        BF16 ? -200 : -39;  // exponents of units from which on one product makes integers
     const u32 from = shared_address(rows) + Rows::at(lane % 16, lane / 16 * 8);
     const u32 u = lane % 4;
     u32 most[2] = {};
@@ -154,7 +156,7 @@ __device__ __forceinline__ Loaded load_raw(u8* rows, const Frame* frame, int dow
 #if IN_BLOCKS
     if (frame) put_in_order(rows, frame->order, x, lane);
 #endif
-    if (frame && frame->scales) scale_channels(x, *frame, lane);
+    if (frame && frame->is_scaled) scale_channels(x, *frame, lane);
     if (HEAD_DIM >= 128 && !frame) turn_signs(x, lane);
 #pragma unroll
     for (int t = 0; t < TILES; ++t)
@@ -165,7 +167,7 @@ __device__ __forceinline__ Loaded load_raw(u8* rows, const Frame* frame, int dow
     for (int h = 1; h <= 2; h *= 2) both = larger_raw(both, __shfl_xor_sync(ALL_LANES, both, h));
     const float2 magnitudes = unpack_pair(both);
     // Divided by 2^down, which may be a number below all normal ones.
-    const float by = IN_BLOCKS ? __uint_as_float(max((127 - down) << 23, 1 << 22)) : 1.f,
+    const float by = __uint_as_float(max((127 - down) << 23, 1 << 22)),
                 size = (u % 2 ? magnitudes.y : magnitudes.x) * by;
     const int log = frame ? LOG_KEYS : LOG_BLOCK;
     const float root = IN_BLOCKS && frame ? 1.f : FACTOR;
@@ -173,11 +175,11 @@ __device__ __forceinline__ Loaded load_raw(u8* rows, const Frame* frame, int dow
     const int exponent = rotation_exponent(fmaxf(finite ? size : 0.f, frame ? frame->largest : 0.f), log);
     const int unit = exponent + down;  // of the raw elements
     const Two<u32> found =
-        of_both(raw_power((BF16 ? -133 : -24) - max(min(unit, 0), LEAST)) | (u32)exponent << 16, lane);
+        of_both(raw_power((BF16 ? -133 : -24) - max(min(unit, 0), MIN_UNIT)) | (u32)exponent << 16);
     const u32 scale[2] = {twice(found.low), twice(found.high)};
-    if (!__all_sync(ALL_LANES, finite && unit <= 0 && unit >= LEAST)) {
-        const int first = min(max(LEAST - unit, 0), 15) - max(unit, 0);
-        const Two<u32> factors = of_both(finite ? raw_power(first) : 0x8000u, lane);
+    if (!__all_sync(ALL_LANES, finite && unit <= 0 && unit >= MIN_UNIT)) {
+        const int first = min(max(MIN_UNIT - unit, 0), 15) - max(unit, 0);
+        const Two<u32> factors = of_both(finite ? raw_power(first) : 0x8000u);
 #pragma unroll
         for (int t = 0; t < TILES; ++t)
 #pragma unroll
@@ -208,7 +210,7 @@ __device__ __forceinline__ void complete_frame(const __half* mean, Frame& to, u3
         const int position = lane + 32 * j;
         const bool there = HEAD_DIM % 32 == 0 || position < HEAD_DIM;
 #if IN_BLOCKS
-        const int channel = channel_of_place(((const u8*)&to.order)[position], position);
+        const int channel = channel_of_position(((const u8*)&to.order)[position], position);
         channels[j] = (u8)channel, own_shifts[j] = to.shifts[channel];
 #else
         const int channel = position;
@@ -246,8 +248,8 @@ __device__ __forceinline__ void complete_frame(const __half* mean, Frame& to, u3
         to.order.put(lane + 32 * j, channels[j]);
     }
 #endif
-    const bool scales = __any_sync(ALL_LANES, shifts != 0);
-    if (lane == 0) to.largest = most, to.exponent = exponent, to.scales = scales;
+    const bool is_scaled = __any_sync(ALL_LANES, shifts != 0);
+    if (lane == 0) to.largest = most, to.exponent = exponent, to.is_scaled = is_scaled;
 }
 
 // Takes the mean off four sums of tile t, columns 8 half + 2 u and the next of rows g and g + 8.

@@ -74,27 +74,27 @@ __device__ __forceinline__ void put_tiles(const u32 (&words)[COUNT][4], u32 slot
                                   : slot % 2 + slot / 2 % 2 * 2;  // where a word has codes of the slot
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
-        u32 pairs[2][2];  // of the first eight channels and of the others
+        u32 numbers[2][2];  // of the first eight channels and of the others
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             if constexpr (SIDE == KEYS && BITS == 8) {
-                pairs[0][j] = to.pair(words[i][j] >> 8 * byte & MASK, 0);
-                pairs[1][j] = to.pair(words[i][2 + j] >> 8 * byte & MASK, 0);
+                numbers[0][j] = to.pair(words[i][j] >> 8 * byte & MASK, 0);
+                numbers[1][j] = to.pair(words[i][2 + j] >> 8 * byte & MASK, 0);
             } else if constexpr (BITS == 8) {
                 const u32 both = __byte_perm(words[i][2 * j], words[i][2 * j + 1], 0x5410 + 0x1111 * byte);
-                pairs[0][j] = to.pair(both & MASK, 0), pairs[1][j] = to.pair(both >> 8 & MASK, 0);
+                numbers[0][j] = to.pair(both & MASK, 0), numbers[1][j] = to.pair(both >> 8 & MASK, 0);
             } else {
                 const u32 bit = BITS == 2 ? 4 * ((tile + i) % 2) : 0;
                 const u32 both =
                     SIDE == KEYS ? words[i][j] >> BITS * byte
                                  : __byte_perm(words[i][2 * j], words[i][2 * j + 1], 0x4400 + 0x1111 * byte);
-                pairs[0][j] = to.pair(both & MASK << bit, bit);
-                pairs[1][j] = SIDE == KEYS ? to.pair(both >> 8 & MASK << bit, bit)
-                                           : to.pair(both & MASK << (bit + BITS), bit + BITS);
+                numbers[0][j] = to.pair(both & MASK << bit, bit);
+                numbers[1][j] = SIDE == KEYS ? to.pair(both >> 8 & MASK << bit, bit)
+                                             : to.pair(both & MASK << (bit + BITS), bit + BITS);
             }
         }
-        *(uint2*)(row + 32 * i + 8 * lane) = {pairs[0][0], pairs[0][1]};
-        *(uint2*)(row + 32 * i + 8 * lane + 16) = {pairs[1][0], pairs[1][1]};
+        *(uint2*)(row + 32 * i + 8 * lane) = {numbers[0][0], numbers[0][1]};
+        *(uint2*)(row + 32 * i + 8 * lane + 16) = {numbers[1][0], numbers[1][1]};
     }
 }
 
@@ -210,12 +210,12 @@ __device__ __forceinline__ void fill_rows(int kinds, const LayerState& s, const 
     if (!(kinds & (from.bits == 16 ? RAW_ROWS : CODED_ROWS))) return;
     u8* const row = row_for(rows, move);
     if (is_stored(move)) {
-        const u8 step = from.bits != 16 ? from.steps[move.from_slot] : 0;  // asked for before codes
+        const u8 step = from.bits != 16 ? from.scales[move.from_slot] : 0;  // asked for before codes
         const bool kept = from.bits == page.to.bits;
         take_stored<SIDE>(from, move.from_slot, kept, row, lane);
         if (step > HIGHEST_STEP && !kept)
             for (int i = lane; i < HEAD_DIM / 4; i += LANES) ((uint2*)row)[i] = {0, 0};  // its own
-        if (lane == 0) page.steps[move.to_slot] = step;
+        if (lane == 0) page.scales[move.to_slot] = step;
     } else if (move.from_rung != NO_MOVE && !shared.in_units) {
         const u16* vector = new_vector(SIDE, new_tokens, index_of(new_tokens, move, shared));
 #pragma unroll 4
@@ -243,7 +243,7 @@ __device__ __forceinline__ void take_numbers(u8* rows, const PageState& page, Ve
             if (coded[i % 2]) x[t][i] = numbers[i];
     }
     if (!(lane % 2 ? coded[1] : coded[0])) return;
-    const u32 step = page.steps[slot + lane % 2];
+    const u32 step = page.scales[slot + lane % 2];
     const bool finite = step <= HIGHEST_STEP;
     loaded.factor = finite ? step_value(step) : 0.f, loaded.finite = finite, loaded.decoded = true;
 }
@@ -266,11 +266,11 @@ __device__ __forceinline__ void keep_codes(int bits, const u8* rows, const PageS
 }
 
 // Stores the steps of a page: of this lane's row this byte, or the one that its codes kept.
-__device__ __forceinline__ void store_steps(u32 byte, bool finite, int bits, const PageState& page,
-                                            u32 lane) {
+__device__ __forceinline__ void store_scales(u32 byte, bool finite, int bits, const PageState& page,
+                                             u32 lane) {
     const u32 slot = lane / 4 * 2 + lane % 2;
     if (lane % 4 < 2 && page.mask >> slot & 1)
-        page.to.steps[slot] = (u8)(page.bits[slot] == bits ? page.steps[slot] : finite ? byte : NAN_STEP);
+        page.to.scales[slot] = (u8)(page.bits[slot] == bits ? page.scales[slot] : finite ? byte : NAN_STEP);
 }
 
 template <int BITS, bool WHOLE>
@@ -287,7 +287,7 @@ __device__ __forceinline__ void encode_page(Side side, Vectors& x, const Loaded&
     const u32 byte = encode<BITS, true>(x, loaded, lane);
     if (page.others)
         keep_codes(BITS, rows, page, x, lane, [](int) { return BITS < 8 ? LIFTED * 0x10001u : 0u; });
-    store_steps(byte, loaded.finite, BITS, page, lane);
+    store_scales(byte, loaded.finite, BITS, page, lane);
     u32* const to = (u32*)page.to.codes;
     if (page.mask == ALL_SLOTS)
         store_side<BITS, true>(side, to, x, page.mask, lane);
@@ -311,7 +311,7 @@ struct EncodeKeys {
             keep_codes(PROFILE, rows, page, x, lane, [](int t) {
                 return width_of_block(PROFILE, t / BLOCK_TILES) < 8 ? LIFTED * 0x10001u : 0u;
             });
-        store_steps(byte, loaded.finite, PROFILE, page, lane);
+        store_scales(byte, loaded.finite, PROFILE, page, lane);
         u32* const to = (u32*)page.to.codes;
         if (page.mask == ALL_SLOTS)
             store_profile<true>(to, x, PROFILE, page.mask, lane);
@@ -475,12 +475,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 // Attention over two disjoint sets of keys, merged into the first: a warp one row of [rows][HEAD_DIM], whose
 // lse lies at [row / (steps heads)][head][step]. A row that sees nothing has lse -inf and out 0.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    merge_rows(u16* out, float* lse, const u16* other, const float* other_lse, int rows, int steps,
+    merge_rows(u16* out, float* lse, const u16* other, const float* other_lse, int rows, int num_new,
                int heads) {
     const int row = blockIdx.x * (THREADS / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
     if (row >= rows) return;
-    const int head = row % heads, step = row / heads % steps, batch = row / heads / steps;
-    const u64 at = ((u64)batch * heads + head) * steps + step;
+    const int head = row % heads, step = row / heads % num_new, batch = row / heads / num_new;
+    const u64 at = ((u64)batch * heads + head) * num_new + step;
     const float a = lse[at], b = other_lse[at], top = fmaxf(a, b);
     __syncwarp();  // all lanes have read the lse before lane 0 writes it
     const bool none = top == -__int_as_float(0x7f800000);

@@ -20,16 +20,16 @@ def power_of_two(exponent):
 
 @helper
 def exponent_of(exponent, bh, side):
-    """Return by which power of two keys (side 0) or values (1) are divided; a cache may have none."""
-    return np.int64(exponent[bh, side]) if exponent.shape[1] else 0
+    """Return by which power of two keys (side 0) or values (1) are divided."""
+    return np.int64(exponent[bh, side])
 
 
 @helper
 def read_frame(keys, bh, block, mean, scales, order, factors):
     """Read the frame of a head; mean, scales, order and factors are (head_dim,).
 
-    keys: mean (num_bh, head_dim) float32, shift (num_bh, head_dim / 2), exponent (num_bh, 2) or (num_bh, 0)
-    for none, order (num_bh, head_dim / 2) and gain (num_bh, 4), or (num_bh, 0) if keys are not in blocks.
+    keys: mean (num_bh, head_dim) float32, shift (num_bh, head_dim / 2), exponent (num_bh, 2), order (num_bh,
+    head_dim / 2) and gain (num_bh, 4), or (num_bh, 0) if keys are not in blocks.
     order[n] names the n-th channel of a coded key, factors[n] is what H is multiplied by there; block:
     channels that H rotates together.
     """

@@ -19,9 +19,9 @@ _MINUS_INFINITY = np.float32(-np.inf)
 def merge_parts(parts, row_max, row_sum, block, exponent, out, lse):
     """Merge the parts of each row, in order; rotate back the sums of coded values.
 
-    parts, row_max, row_sum from `attend_pages`; block: channels of a rotation; exponent (num_bh, 2), or
-    (num_bh, 0) for none; out (batch, positions, heads, head_dim), lse (batch, heads, positions), natural: 0
-    and -inf where there is no token.
+    parts, row_max, row_sum from `attend_pages`; block: channels of a rotation; exponent (num_bh, 2); out
+    (batch, positions, heads, head_dim), lse (batch, heads, positions), natural: 0 and -inf where there is no
+    token.
     """
     batch, positions, heads, head_dim = out.shape
     _, num_bh, _, splits, rows, _ = parts.shape

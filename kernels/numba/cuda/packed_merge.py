@@ -25,11 +25,8 @@ int32, uint32, float32, int64 = np.int32, np.uint32, np.float32, np.int64
 AT_ONCE = 16  # parts that are asked for together
 
 
-def merge_parts(head_dim, dtype, widths_v, rows, exponents=0):
-    """Make the kernel that merges what `attend_pages` of the same options has written.
-
-    `exponents`: 1 if coded values have been divided by 2 to the exponent of their head, else 0.
-    """
+def merge_parts(head_dim, dtype, widths_v, rows):
+    """Make the kernel that merges what `attend_pages` of the same options has written."""
     narrow, hadamard = narrowed(dtype), make_hadamard(head_dim, MERGE_THREADS, block_of(head_dim))
     kinds = rounds_of(widths_v)
     rounds, coded, raw = len(kinds), False in kinds, True in kinds
@@ -102,7 +99,7 @@ def merge_parts(head_dim, dtype, widths_v, rows, exponents=0):
             cuda.syncthreads()  # the sum of rotated values is in shared memory
             hadamard(rotated, 0, thread)
         factor = norm
-        if coded and exponents:
+        if coded:
             factor *= power_of_two(int32(exponent[2 * (int64(batch) * cuda.gridDim.y + head_kv) + 1]))
         heads, seqlen_q = cuda.gridDim.y * group, query_rows // group
         position = at // group
@@ -132,5 +129,5 @@ def merge_parts(head_dim, dtype, widths_v, rows, exponents=0):
 
 
 # gate: merge_parts head_dim=128 dtype=bfloat16 widths_v=31 rows=4 registers<=128
-# gate: merge_parts head_dim=64 dtype=float16 widths_v=15 rows=4 exponents=1 registers<=128 arch=sm_90a
+# gate: merge_parts head_dim=64 dtype=float16 widths_v=15 rows=4 registers<=128 arch=sm_90a
 # gate: merge_parts head_dim=80,256 dtype=float16,float32 widths_v=31 rows=2 registers<=128 arch=sm_90a

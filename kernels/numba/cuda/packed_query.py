@@ -138,11 +138,9 @@ def make_queries(head_dim, dtype, rows, widths, in_blocks):
                 mean_sum += exchange[uint32(own + i)]
                 largest = max_number(largest, exchange[uint32(own + 32 + i)])
             if lane == 0:
-                terms[row], terms[rows + row] = mean_sum, largest / float32(MAX_FIXED_POINT)
-                if in_blocks:
-                    power = power_of_two(int32(exponent[frame_at // head_dim * 2]))
-                    terms[row] *= power
-                    terms[rows + row] *= power
+                power = power_of_two(int32(exponent[frame_at // head_dim * 2]))
+                terms[row] = mean_sum * power
+                terms[rows + row] = largest / float32(MAX_FIXED_POINT) * power
             cuda.syncwarp()  # they are read before others come
             bring_pairs(x, row, lane, pairs, sums_of_h, exchange, own, float32(MAX_FIXED_POINT) / largest)
 

@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from kvlab.engine import Decoder
 from kvlab.engine.folder import sizes_of
 from kvlab.engine.geometry import PUBLISHED, published
@@ -91,7 +93,7 @@ class Chat:
         self._is_packed = budget is not None
         self._decoder = make(model, device=device, cache_budget=_budget(budget), max_seqlen=max_seqlen)
         self._unread: list[int] = []
-        self._count, self._seconds = 0, 0.0
+        self._times: list[float] = []  # when tokens of the last answer came
 
     def answer(self, line: str, max_new_tokens: int, **sampling: Any) -> Iterator[str]:
         """Read a line and answer it, in parts as they come.
@@ -112,21 +114,26 @@ class Chat:
             )
         self._decoder.prefill(ids)
         said: list[int] = []
-        begin = time.perf_counter()
+        self._times = []
 
         def tokens() -> Iterator[list[int | None]]:
             stream = self._decoder.stream(min(max_new_tokens, tokens_left), stop=self._ends, **sampling)
             for token, *_ in stream:
                 said.append(int(token or 0))
-                self._count, self._seconds = len(said), time.perf_counter() - begin
+                self._times.append(time.perf_counter())
                 yield [token]
 
         yield from words(self._tokenizer, tokens(), ids)
         self._unread = said[-1:]  # the last token of a stream has not been read
 
     def summary(self) -> str:
-        """Speed of the last answer, as far as it has come, and what the cache takes."""
-        speed = f"{self._count} tokens, {self._count / max(self._seconds, 1e-9):.1f} a second"
+        """Speed of the last answer, as far as it has come, and what the cache takes.
+
+        The speed is that of the median token: a first answer waits for kernels to be compiled.
+        """
+        gaps, speed = np.diff(self._times), f"{len(self._times)} tokens"
+        if gaps.size:
+            speed += f", {1 / max(np.median(gaps), 1e-9):.1f} a second"
         cache = self._decoder.cache
         if cache is None:
             return speed

@@ -85,7 +85,7 @@ def first_bits(bits: int, head_dim: int, side: str) -> NDArray[np.int32]:
 def prepared_frames(
     k_mean: NDArray[np.float16],
     k_shift: NDArray[np.uint8],
-    exponent: NDArray[np.int8] | None = None,
+    exponent: NDArray[np.int8],
     k_order: NDArray[np.uint8] | None = None,
     k_gain: NDArray[np.float32] | None = None,
 ) -> Any:
@@ -101,9 +101,7 @@ def prepared_frames(
         np.empty(len(mean), np.float32),
         np.empty_like(mean),
     )
-    down = np.ones((len(mean), 2), np.float32)
-    if exponent is not None:
-        down[...] = np.ldexp(down, -exponent.reshape(-1, 2).astype(np.int32))
+    down = np.ldexp(np.float32(1), -exponent.reshape(-1, 2).astype(np.int32))
     order = np.empty(0, np.uint8) if k_order is None else placed_channels(k_order).reshape(-1)
     gain = np.empty(0, np.float32) if k_gain is None else np.ascontiguousarray(k_gain).reshape(-1)
     frames = Frames(sums, largest, powers.reshape(-1), np.empty(len(mean), np.bool_), down, order, gain)

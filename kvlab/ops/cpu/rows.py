@@ -140,14 +140,15 @@ def freeze_row(
 def _freeze_head(layer: HostLayer, at: tuple[int, int], k: Any, v: Any) -> None:
     """Take the frame of a (row, KV head) from its first keys and values, (n, 1, head_dim)."""
     query_sums = layer.tables["query_sums"][at][None]
-    exponent = exponent_of(k) if layer.in_blocks else None
+    exponent = exponent_of(k)
     mean = key_mean(k, exponent, narrow=layer.is_narrow, factor=layer.mean_factor)
     shift = key_shift(k, mean, query_sums, exponent)
-    found: dict[str, Any] = {"k_mean": mean[0], "k_shift": shift[0]}
-    if exponent is not None:
+    exponents = exponent[0], exponent_of(v)[0]
+    found: dict[str, Any] = {"k_mean": mean[0], "k_shift": shift[0], "exponent": exponents}
+    if layer.in_blocks:
         order = key_order(k, mean, query_sums, exponent)
         gain = key_gain(k, mean, shift, order, exponent)
-        found |= {"exponent": (exponent[0], exponent_of(v)[0]), "k_order": order[0], "k_gain": gain[0]}
+        found |= {"k_order": order[0], "k_gain": gain[0]}
     for name, value in found.items():
         layer.tables[name][at] = value
 

@@ -80,7 +80,13 @@ def attend(call: Call, addresses: Sequence[int], return_lse: bool) -> tuple[Any,
     out, lse : array
         As `kvlab.ops.cpu.attention.attend`; lse is None unless it was asked for.
     """
-    return _prepare(call, HOPPER).attend(addresses, return_lse)
+    prepared = _prepare(call, HOPPER)
+    if return_lse:
+        (out, lse), (out_address, lse_address) = prepared.new_both()
+    else:
+        ((out,), (out_address,)), lse, lse_address = prepared.new_out(), None, 0
+    prepared.launch(addresses, out_address, lse_address, prepared.stream())
+    return out, lse
 
 
 def attend_into(call: Call, addresses: Sequence[int]) -> bool:
@@ -117,15 +123,25 @@ def _prepare_into(call: Call) -> tuple[HopperAttention, Callable[[], int]] | Non
 
 
 class _Prepared:
-    """A call but for its addresses: new results, and the launch of the kernel that writes them."""
+    """A call but for its addresses.
+
+    Attributes
+    ----------
+    new_out, new_both : function
+        Return a new out, and out and lse, and their addresses.
+    stream : function
+        Returns the current stream.
+    launch : function
+        As `HopperAttention.launch`.
+    """
 
     def __init__(self, call: Call, hopper: bool) -> None:
         q, k, v = call.views[:3]
         *rows, heads, _ = q.shape
         kind = call.kinds[0]
         results = (q.shape, q.dtype), ((*rows[:-1], heads, rows[-1]), "float32")
-        self._new_out, self._new_both = allocator(kind, results[0]), allocator(kind, *results)
-        self._stream = stream_of(kind)
+        self.new_out, self.new_both = allocator(kind, results[0]), allocator(kind, *results)
+        self.stream = stream_of(kind)
         mapped = hopper and compute_capability(q.device) == (9, 0) and lengths_of(call)[0] > 0
         aligned = q.dtype != "float32" and all(map(is_aligned, (q, k, v)))
         kernel = (
@@ -133,16 +149,7 @@ class _Prepared:
             if mapped and aligned and all(map(can_be_mapped, (q, k, v)))
             else _PortableAttention(call, aligned)
         )
-        self._launch = kernel.launch
-
-    def attend(self, addresses: Sequence[int], return_lse: bool) -> tuple[Any, Any]:
-        """Return new results; arguments as in `attend`."""
-        if return_lse:
-            (out, lse), (out_address, lse_address) = self._new_both()
-        else:
-            ((out,), (out_address,)), lse, lse_address = self._new_out(), None, 0
-        self._launch(addresses, out_address, lse_address, self._stream())
-        return out, lse
+        self.launch = kernel.launch
 
 
 _prepare = lru_cache(maxsize=4096)(_Prepared)
@@ -184,8 +191,7 @@ class _PortableAttention:
         q, k, v, *bounds = addresses
         with self._lock:
             _kept, at, _, _ = self._lists.get(bounds, stream) if self._lists else (None, 0, 0, False)
-            self._launches.write(stream, q, k, v, out, lse, at)
-            self._launches.run()
+            self._launches.run(stream, q, k, v, out, lse, at)
 
 
 @dataclass(frozen=True)

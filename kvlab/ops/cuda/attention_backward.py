@@ -22,6 +22,7 @@ import numpy as np
 from kvlab.device import compute_capability
 from kvlab.jit.build import arch_of, build
 from kvlab.jit.launch import Kernel, PreparedLaunch, PreparedLaunches, load
+from kvlab.jit.native import Target
 from kvlab.jit.structs import ADDRESS, TENSOR, Struct, addresses_of, words_of
 from kvlab.ops.array_kinds import allocator, stream_of
 from kvlab.ops.attention_arguments import (
@@ -71,13 +72,6 @@ FIELDS: dict[str, str] = dict(
 """Of the struct that the kernels take."""
 
 _CALL = Struct(**FIELDS)
-_ADDRESS_WORDS = [
-    _CALL.word(name)
-    for name in (
-        "dq", "dk", "dv", "lse_log2", "dpsum", "dq_accum", "dq_semaphore", "list", "semaphore",
-        "q", "k", "v", "dout", "out", "lse", "cu_q", "cu_k",
-    )
-]  # fmt: skip
 ALIGNED_ROWS = 128  # the workspace has this many rows, or a multiple, for a sequence; see `Plan`
 PREPOST_ROWS, PREPOST_THREADS = 32, 256  # of a block of the kernels before and after the main one
 
@@ -173,11 +167,38 @@ def attend_backward(call: Call, addresses: Sequence[int]) -> tuple[Any, Any, Any
 
     `addresses` are those of q, k, v, dout, out and lse and, if lengths are variable, of cu_seqlens.
     """
-    return _prepare(call, HOPPER).backward(addresses)
+    prepared = _prepare(call, HOPPER)
+    (dq, dk, dv, _workspace), made = prepared.new()
+    stream, at, semaphore, maps = prepared.stream(), 0, 0, prepared.maps
+    with prepared.lock:
+        if not maps.follow:
+            maps.point_to(addresses)
+        if prepared.lists:
+            _kept, at, semaphore, _ = prepared.lists.get(addresses[:5:-1], stream)  # cu_seqlens_k, _q
+        prepared.runs[maps.follow](stream, at, semaphore, *made, *addresses)
+    # The workspace goes; what takes its memory comes after these launches on the stream.
+    return dq, dk, dv
 
 
 class _Prepared:
-    """A call but for its addresses: new gradients, a workspace, and the three launches."""
+    """A call but for its addresses.
+
+    Attributes
+    ----------
+    new : function
+        Returns new gradients and a workspace, and their addresses.
+    stream : function
+        Returns the current stream.
+    lists : TileLists or None
+        None where nothing is to be done.
+    maps : TensorMaps
+        Of q, k, v and dout.
+    runs : sequence of function
+        Makes the three launches, given a stream, the list and its semaphore, addresses of what is new and of
+        the arrays of the call; not in two threads at once. The second for maps that follow these.
+    lock : Lock
+        Of `maps`, `lists` and `runs`.
+    """
 
     def __init__(self, call: Call, hopper: bool) -> None:
         q, k, v, dout, out, lse = call.views[:6]
@@ -221,20 +242,23 @@ class _Prepared:
 
         num_rows, semaphores = heads * rows, heads * rows // 16 if deterministic or first_stores else 0
         accum_nbytes = 4 * num_rows * plan.head_dim
-        self._offsets = accum_nbytes, accum_nbytes + 4 * num_rows, 0, accum_nbytes + 8 * num_rows
+        workspace_words = {
+            "lse_log2": accum_nbytes, "dpsum": accum_nbytes + 4 * num_rows, "dq_accum": 0,
+            "dq_semaphore": accum_nbytes + 8 * num_rows,
+        }  # fmt: skip
         of_keys = "float32" if wide else q.dtype
         workspace = (num_rows * (plan.head_dim + 2) + semaphores,), "float32"
-        self._new = allocator(
+        self.new = allocator(
             kind, (q.shape, q.dtype), (k.shape, of_keys), (v.shape, of_keys), workspace
         )  # fmt: skip
-        self._stream, self._lock = stream_of(kind), Lock()
+        self.stream, self.lock = stream_of(kind), Lock()
 
         maps = ((q, plan.box), (k, plan.keys), (v, plan.keys), (dout, plan.box)) if plan.box else ()
         of_call = _CALL.array(fields).view(np.uint64)
         argument = np.concatenate([np.zeros(MAP_WORDS * len(maps), np.uint64), of_call])
         of_call = argument[MAP_WORDS * len(maps) :]
-        self._maps = TensorMaps(words_of(argument), *(encoder_of(*x) for x in maps))
-        blocks, self._lists = 0, None
+        self.maps = TensorMaps(words_of(argument), *(encoder_of(*x) for x in maps))
+        blocks, self.lists = 0, None
         if number:
             persistent = plan.persistent and cluster_split == 1
             sections = 1
@@ -242,7 +266,7 @@ class _Prepared:
                 sections = _num_sections(call, tiles, fields, plan.head_dim, deterministic)
             builder = _list_builder(call, tiles, fields, sections, deterministic)
             blocks = builder.capacity * cluster_split * tiles[2]
-            self._lists = TileLists(builder, call.longest is not None, kind)
+            self.lists = TileLists(builder, call.longest is not None, kind)
             if persistent:
                 at_once = max(1, (multiprocessors(q.device) - sm_margin) // tiles[2])
                 blocks = min(blocks, at_once * tiles[2])
@@ -252,27 +276,17 @@ class _Prepared:
             PreparedLaunch(plan.main, (blocks,), (plan.threads,), argument, plan.shared_bytes),
             PreparedLaunch(plan.postprocess, *around),
         )
-        words = _ADDRESS_WORDS if call.longest is not None else _ADDRESS_WORDS[:-2]
-        written = [*addresses_of(argument, self._maps.begins), *addresses_of(of_call, words)]
-        self._launches = PreparedLaunches(launches, written)
 
-    def backward(self, addresses: Sequence[int]) -> tuple[Any, Any, Any]:
-        """Return new gradients; `addresses` as in `attend_backward`."""
-        (dq, dk, dv, _workspace), (dq_at, dk_at, dv_at, start) = self._new()
-        lse_log2, dpsum, dq_accum, dq_semaphore = self._offsets
-        stream, at, semaphore, maps = self._stream(), 0, 0, self._maps
-        with self._lock:
-            if self._lists:
-                _kept, at, semaphore, _ = self._lists.get(addresses[:5:-1], stream)  # cu_seqlens_k, _q
-            mapped = addresses[: len(maps.begins)]
-            self._launches.write(
-                stream, *(mapped if maps.follow else maps.first_words(mapped)), dq_at, dk_at, dv_at,
-                start + lse_log2, start + dpsum, start + dq_accum, start + dq_semaphore, at, semaphore,
-                *addresses,
-            )  # fmt: skip
-            self._launches.run()
-        # The workspace goes; what takes its memory comes after these launches on the stream.
-        return dq, dk, dv
+        def at(*names: str) -> list[int]:
+            return addresses_of(of_call, map(_CALL.word, names))
+
+        of_workspace = list(zip(at(*workspace_words), workspace_words.values(), strict=True))
+        new_targets: list[Target] = [*at("list", "semaphore", "dq", "dk", "dv"), of_workspace]
+        words = at("q", "k", "v", "dout", "out", "lse", "cu_q", "cu_k")[: len(call.kinds)]
+        arrays = [(word,) for word in words]
+        self.runs = [
+            PreparedLaunches(launches, [*new_targets, *each]).run for each in self.maps.targets(*arrays)
+        ]
 
 
 _prepare = lru_cache(maxsize=4096)(_Prepared)

@@ -125,7 +125,8 @@ class HopperAttention:
         argument[first_word:][: _CALL.size // 8] = of_call.view(np.uint64)
         self._maps = TensorMaps(words_of(argument), *encoders)
         names = ("out", "lse", "list", "semaphore")
-        words = [*self._maps.begins, *(first_word + _CALL.word(name) for name in names)]
+        out_at, *words = addresses_of(argument, (first_word + _CALL.word(name) for name in names))
+        targets = self._maps.targets((), (), (), (out_at,))
         macros = {"HEAD_DIM": head_dim, "BLOCK_N": block_n, "GROUPS": groups, "Q_SLOTS": q_slots}
         macros |= {"BF16": int(q.dtype == "bfloat16"), "SOFTCAP": int(is_capped(scores))}
         macros |= {"MERGE": 1} if merges else {}
@@ -133,10 +134,11 @@ class HopperAttention:
         blocks = min(builder.capacity, max(1, multiprocessors(q.device) - call.extra))
         bytes_of_block = shared_bytes(head_dim, block_n, groups, q_slots)
         of_kernel = kernel, (blocks,), (128 + 128 * groups,), argument, bytes_of_block
-        self._launches, self._behind_list = (
-            PreparedLaunches([PreparedLaunch(*of_kernel, early=early)], addresses_of(argument, words))
-            for early in (False, True)
-        )
+        # By whether the list is made by the launch before, and whether maps follow addresses.
+        self._runs = [
+            [PreparedLaunches([launch], [*each, *words]).run for each in targets]
+            for launch in (PreparedLaunch(*of_kernel, early=early) for early in (False, True))
+        ]
         self._lock = Lock()
 
     def launch(self, addresses: Sequence[int], out: int, lse: int, stream: int) -> None:
@@ -150,11 +152,10 @@ class HopperAttention:
             Addresses of the results; that of lse is 0 where it is not wanted.
         stream : int
         """
-        mapped: Sequence[int] = (*addresses[:3], out)[: len(self._maps.begins)]
+        q, k, v, *bounds = addresses
+        maps = self._maps
         with self._lock:
-            if not self._maps.follow:
-                mapped = self._maps.first_words(mapped)
-            _kept, at, semaphore, is_new = self._lists.get(addresses[3:], stream)
-            launches = self._behind_list if is_new else self._launches
-            launches.write(stream, *mapped, out, lse, at, semaphore)
-            launches.run()
+            if not maps.follow:
+                maps.point_to((q, k, v, out))
+            _kept, at, semaphore, is_new = self._lists.get(bounds, stream)
+            self._runs[is_new][maps.follow](stream, q, k, v, out, lse, at, semaphore)

@@ -294,11 +294,10 @@ class ListedCall:
             unmapped += [out_at, lse_at[0] if lse else 0]
         with self._lock:
             made, at = self._launch_list(addresses, stream)
-            self._attend.write(
+            self._attend.run(
                 stream, *self._maps.first_words(mapped), at + self._parts_begin, at + self._begins[1], at,
                 at + SEMAPHORE_OFFSET, *unmapped,
             )  # fmt: skip
-            self._attend.run()
         del made  # stream-ordered: what reuses the memory comes after these launches
         if not self._new:
             return [], []
@@ -308,6 +307,5 @@ class ListedCall:
         """Make a list on a stream, in new memory that begins with it and ends with the workspace of parts."""
         (made,), (at,) = self._new_list()
         lengths = [addresses[index] for index in self._lengths]
-        self._make_list.write(stream, *lengths, *[at + begin for begin in self._begins])
-        self._make_list.run()
+        self._make_list.run(stream, *lengths, *[at + begin for begin in self._begins])
         return made, at

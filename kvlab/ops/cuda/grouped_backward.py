@@ -313,11 +313,10 @@ class ListedCall:
             if launch in (self._launch_all, self._launch_one[1]):
                 bounds = addresses[-1], 0, *cu_q, *prefixes
                 _kept, at, semaphore, _ = self._lists.get(bounds, stream)
-            launch.write(
+            launch.run(
                 stream, *self._maps.first_words(mapped), *gradients, *[workspace + x for x in self._offsets],
                 cu_q[0], addresses[-1], at, semaphore, *[results[index] for index in self._of_groups], *cu_q,
             )  # fmt: skip
-            launch.run()
 
 
 def _head_stride(name: str, lse: Any) -> int:

@@ -55,8 +55,8 @@ _INTEGERS = (
     "stages",
     "merge_rows",
 )
-_TABLES = ("rung", "count", "index", "num_pages", "k_mean", "k_shift")
-_TABLES_OF_BLOCKS = ("exponent", "k_order", "k_gain")  # which keys in blocks have besides
+_TABLES = ("rung", "count", "index", "num_pages", "k_mean", "k_shift", "exponent")
+_TABLES_OF_BLOCKS = ("k_order", "k_gain")  # which keys in blocks have besides
 _RUNG = Struct(pool=ADDRESS, record="I", bits_k="H", bits_v="H")
 _CALL = Struct(
     rungs=(_RUNG, MAX_RUNGS),
@@ -221,7 +221,7 @@ def attend(
     q : array, (batch, seqlen_q, num_heads_q, head_dim)
         float16 or bfloat16, of the dtype of the cache; the last axis contiguous.
     pages : Pages
-        On the device of `q`; `k_mean` is float16, `k_shift` uint8, and where K has profiles `exponent` int8,
+        On the device of `q`; `k_mean` is float16, `k_shift` uint8, `exponent` int8, and where K has profiles
         `k_order` uint8, `k_gain` float32. Tables contiguous.
     out : array, shape and dtype of `q`, contiguous
     lse : float32 array, (batch, num_heads_q, seqlen_q), contiguous

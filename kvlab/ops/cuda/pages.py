@@ -67,8 +67,8 @@ _FIT = np.dtype([("layer", "u8"), ("new_tokens", NEW_TOKENS), ("queries", _QUERI
 _ROWS = np.dtype(
     [
         *((name, "u8") for name in ("from", "to", "sources", "rows", "origins", "kept")),
-        *((name, "u8") for name in ("free_numbers", "copies", "num_copies", "pairs")),
-        *((name, "i4") for name in ("capacity", "head_dim", "num_pairs")),
+        *((name, "u8") for name in ("free_numbers", "copies", "num_copies", "targets")),
+        *((name, "i4") for name in ("capacity", "head_dim", "num_targets")),
     ],
     align=True,
 )
@@ -169,7 +169,7 @@ def write_tokens(
     if groups * layers >= _MANY_PAGES and _can_prefill(new_tokens):
         kernel = _kernel("pages/prefill", "write_prefill", head_dim, dtype, device, profiles=profiles)
         row = -(-2 * head_dim // 128) * 128
-        own = 13 * head_dim + 2144 if in_blocks else 5 * head_dim + 2080
+        own = 13 * head_dim + 2144 if in_blocks else 5 * head_dim + 2112
         each = -(-(own + TOKENS_PER_PAGE * row) // 128) * 128  # WarpSpace in pages/prefill.cu
         on_hopper = 28 if head_dim == 64 else 20
         max_warps = {9: on_hopper, 12: 12}.get(compute_capability(device)[0], 16)  # WARPS there
@@ -295,7 +295,7 @@ def crop_rows(
 
 
 def take_rows(
-    head_dim: int, dtype: str, device: int, addresses: Sequence[int], capacity: int, num_pairs: int,
+    head_dim: int, dtype: str, device: int, addresses: Sequence[int], capacity: int, num_targets: int,
     layers: int, stream: int, *, in_place: bool, in_blocks: bool = False,
 ) -> None:  # fmt: skip
     """Let rows of some layers take over the pages of others; see `kvlab.cache.store`.
@@ -303,19 +303,19 @@ def take_rows(
     Parameters
     ----------
     addresses : sequence of int
-        As in `Rows` of pages/rows.cu, from `from` to `pairs`.
+        As in `Rows` of pages/rows.cu, from `from` to `targets`.
     capacity : int
         Pages of a layer that the lists take.
-    num_pairs : int
-        Of rows in `pairs`.
+    num_targets : int
+        Of rows in `targets`.
     in_place : bool
         As in `RowMove`.
     in_blocks : bool
-        Frames have orders, gains and exponents, for ladders with profiles.
+        Frames have orders and gains, for ladders with profiles.
     """
     call = np.zeros(1, _ROWS)
     call.view(np.uint64)[: len(addresses)] = addresses
-    call["capacity"], call["head_dim"], call["num_pairs"] = capacity, head_dim, num_pairs
+    call["capacity"], call["head_dim"], call["num_targets"] = capacity, head_dim, num_targets
     if not capacity:
         return
     grid = _grid(capacity, layers, _FEW_BLOCKS * multiprocessors(device))

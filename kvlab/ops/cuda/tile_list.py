@@ -224,8 +224,7 @@ class ListBuilder:
         `bounds` are the addresses of cu_seqlens, none where lengths are not variable. Where there are groups,
         they are that of the keys, 0, and for each group that of the rows, then for each that of the prefixes.
         """
-        self._launches.write(stream, address, *bounds)
-        self._launches.run()
+        self._launches.run(stream, address, *bounds)
 
 
 class Builder(Protocol):

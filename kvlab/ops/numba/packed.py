@@ -79,8 +79,7 @@ def options_of(layouts: tuple[PageLayout, ...], dtype: str, query_rows: int) -> 
 
 def merging_options(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options of `merge_parts`, given those of `attend_pages`."""
-    shared = {name: options[name] for name in ("head_dim", "dtype", "widths_v", "rows")}
-    return shared | {"exponents": int(options["profiles"] != "")}
+    return {name: options[name] for name in ("head_dim", "dtype", "widths_v", "rows")}
 
 
 def blocks_at_once(options: dict[str, Any], capability: tuple[int, int], *, plain: bool) -> int:
@@ -171,7 +170,7 @@ def attend(
     q : array, (batch, seqlen_q, num_heads_q, head_dim)
         Of the dtype of the cache; the last axis contiguous.
     pages : Pages
-        On the device of `q`; `k_mean` is float16, `k_shift` uint8, and with profiles `exponent` int8,
+        On the device of `q`; `k_mean` is float16, `k_shift` uint8, `exponent` int8, and with profiles
         `k_order` uint8, `k_gain` float32. Tables contiguous, `count` at a multiple of 4 bytes.
     out : array, shape and dtype of `q`, contiguous
     lse : float32 array, (batch, num_heads_q, seqlen_q), contiguous
@@ -213,17 +212,16 @@ def attend(
         cuda_view(getattr(pages, name), f"pages.{name}").pointer
         for name in ("rung", "count", "index", "num_pages", "k_mean", "k_shift")
     ]
+    exponent, k_order, k_gain = cuda_view(pages.exponent, "pages.exponent").pointer, 0, 0
     partial = cuda_view(workspace.partial, "workspace").pointer
     saved_scores = 0 if scores is None else cuda_view(scores, "scores").pointer
     base, first, left = 0, 0, 0
     if window:
         base, left = cuda_view(pages.base, "pages.base").pointer, window.left
         first = dense_pointer(cuda_view(window.first, "first_position"), "first_position")
-    exponent, k_order, k_gain = 0, 0, 0
     if any(layout.in_blocks for layout in layouts):
-        exponent, k_order, k_gain = (
-            cuda_view(getattr(pages, name), f"pages.{name}").pointer
-            for name in ("exponent", "k_order", "k_gain")
+        k_order, k_gain = (
+            cuda_view(getattr(pages, name), f"pages.{name}").pointer for name in ("k_order", "k_gain")
         )
     stream = current_stream(q)
     attend_parts(

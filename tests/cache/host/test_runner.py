@@ -420,7 +420,7 @@ def test_rows_lengths_and_files(kernels: Kernels, tmp_path: Any) -> None:
     q = draw(rng, cache, 1)[0]
     wanted = cache.attend(1, q)
     cache.reset()
-    assert cache.seqlen == cache.nbytes - 3 * LAYERS * HEADS * (4 + 5 * DIM // 2) == 0
+    assert cache.seqlen == cache.nbytes - 3 * LAYERS * HEADS * (6 + 5 * DIM // 2) == 0
     step(cache, rng, 100)
     check_state(cache, [range(100)] * 3)
     for device in ("cuda", "cpu"):

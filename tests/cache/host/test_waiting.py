@@ -71,7 +71,7 @@ def test_waiting_tokens_are_counted_and_exact(kernels: Kernels) -> None:
     step(cache, rng, 40)
     device = cache._device
     head = 5 * (device.store.widest.nbytes + 8) + 4 * DIM  # pages and sums of queries
-    assert cache.nbytes == LAYERS * HEADS * (head + 4 + 5 * DIM // 2)
+    assert cache.nbytes == LAYERS * HEADS * (head + 6 + 5 * DIM // 2)
     assert sum(int(pages.sum()) for pages in cache.allocation().values()) == 0
     step(cache, rng, 30)
     assert sum(int(pages.sum()) for pages in cache.allocation().values()) > 0

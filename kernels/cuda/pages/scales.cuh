@@ -9,7 +9,7 @@
 
 constexpr u32 HIGHEST_STEP = 0xf7, NAN_STEP = 0xff;  // the highest is the last finite one
 constexpr int LEAST_ABOVE = -16;                     // exponent_above of what has a step at 8 bits
-constexpr int LEAST_EXPONENT = -39;                  // of the integers that are rotated
+constexpr int MIN_ROTATION_EXPONENT = -39;           // of the integers that are rotated
 constexpr int TOO_LARGE = 100;                       // the exponent from which on a number counts as infinite
 
 __device__ __forceinline__ float power_of_two(int exponent) {  // -126 to 127
@@ -40,7 +40,7 @@ __device__ __forceinline__ int unit_of(int exponent, int bits) {
 // The exponent of the unit in which a vector is rotated, of its largest element or that of its mean: no sum
 // is more than 2^24.
 __device__ __forceinline__ int rotation_exponent(float largest, int log = LOG_BLOCK) {
-    return max(exponent_of(largest) - (23 - log), LEAST_EXPONENT);
+    return max(exponent_of(largest) - (23 - log), MIN_ROTATION_EXPONENT);
 }
 
 // What is known of a vector whose step is looked for: the largest element counts `counted` in units of
@@ -95,7 +95,7 @@ __device__ __forceinline__ u32 guess_of(float largest, float sum, float squares,
     return pack_halves(__fmul_rn(largest, part) * power_of_two(unit), 0.f);
 }
 
-constexpr u32 LEAST_GUESS = 64;  // below, a vector is nearer to 0 than to any step
+constexpr u32 MIN_GUESS = 64;  // below, a vector is nearer to 0 than to any step
 
 // The byte below a guess.
 __device__ __forceinline__ u32 below_guess(u32 guess) {
@@ -104,7 +104,7 @@ __device__ __forceinline__ u32 below_guess(u32 guess) {
 
 // The byte nearest to a guess, and whether a raw vector has that without a search.
 __device__ __forceinline__ u32 nearest_byte(u32 guess) {
-    return guess >= LEAST_GUESS ? (guess + 64) >> 7 : 0u;
+    return guess >= MIN_GUESS ? (guess + 64) >> 7 : 0u;
 }
 __host__ __device__ constexpr bool takes_nearest(int bits) {
     return bits < 4 && HEAD_DIM >= 128;
@@ -112,13 +112,13 @@ __host__ __device__ constexpr bool takes_nearest(int bits) {
 
 // The steps of a byte and of the next, rounded down to whole units of magnitudes, in halves; half a grid does
 // not exceed 255.
-__device__ __forceinline__ u32 integer_steps(u32 byte, int unit, int bits) {
+__device__ __forceinline__ u32 integer_scales(u32 byte, int unit, int bits) {
     const float in_units = power_of_two(-24 - unit);
-    u32 steps;
+    u32 scales;
     asm("cvt.rz.f16x2.f32 %0, %1, %2;"
-        : "=r"(steps)
+        : "=r"(scales)
         : "f"(step_value(byte + 1) * in_units), "f"(step_value(byte) * in_units));
-    return __vminu2(steps, (255u >> (bits - 1)) * 0x10001u);
+    return __vminu2(scales, (255u >> (bits - 1)) * 0x10001u);
 }
 
 // What steps have where codes are made: 8 ... 15 times 2^this.
