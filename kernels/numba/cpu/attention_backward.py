@@ -100,10 +100,10 @@ def _probabilities(
         apply_mask(scores, keys, first, last)
     for lane in range(0, PANEL, LANES):
         limit = large_share(load(logs, lane) * splat(LOG2_E), softcap)
-        share = splat(_HALF)
+        threshold = splat(_HALF)
         if near.size:
             limit = where(load(near, lane), splat(_ZERO), limit)
-            share = where(load(near, lane), splat(_ZERO), share)
+            threshold = where(load(near, lane), splat(_ZERO), threshold)
         below, delta = splat(_ZERO) - load(logs, lane), load(dpsum, lane)
         whole = products = gain = splat(_ZERO)
         for at in range(lane, keys * PANEL, PANEL):
@@ -114,9 +114,9 @@ def _probabilities(
                     weight, limit, tile, key, queries, lane, channels, factor, rate, softcap, logs, LOG2_E,
                     near, bends, at, sums, exponents,
                 )  # fmt: skip
-                if large.size and any_above(weight, share):
+                if large.size and any_above(weight, threshold):
                     bent = weight * load(bends, at) if softcap > 0 else weight
-                    bent = where(weight > share, bent, splat(_ZERO))
+                    bent = where(weight > threshold, bent, splat(_ZERO))
                     for channel in range(channels):
                         _add_product(large, channel * PANEL + lane, tile[key + channel], bent)
             store(scores, at, weight)
