@@ -23,12 +23,15 @@ NOWHERE = {
 }  # fmt: skip
 """Not even as a part of a name."""
 LEFT = {
-    "place": ("kernels/cuda/pages/", "kernels/numba/cuda/packed_", "kvlab/ops/cpu/grouped.py"),
+    "place": ("kernels/numba/cuda/packed_", "kvlab/ops/cpu/grouped.py"),
     "places": (),
-    "room": ("kernels/cuda/pages/",),
+    "room": (),
     "share": ("kernels/numba/cpu/tiles.py", "kvlab/cli/sweep.py", "kvlab/engine/"),
     "shares": (),
-    "steps": ("kernels/", "kvlab/cache/launches.py", "kvlab/ops/cpu/page_tokens.py", "kvlab/ops/cuda/"),
+    "steps": (
+        "kernels/cuda/attention/", "kernels/cuda/engine/", "kernels/cuda/plan/", "kernels/numba/cpu/",
+        "kvlab/cache/launches.py", "kvlab/ops/cpu/page_tokens.py", "kvlab/ops/cuda/",
+    ),
     "pairs": (
         "kernels/", "kvlab/cache/cuda.py", "kvlab/engine/packing.py", "kvlab/lab/quality/tasks.py",
         "kvlab/reference/blocks.py",
