@@ -11,11 +11,12 @@ float64, for `torch.autograd.gradcheck`, runs on the CPU by the reference.
 The log-sum-exp is for merging parts and has no gradient here; a second derivative is not offered either.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
@@ -32,7 +33,7 @@ from kvlab.ops.attention_call import (
     longest_of,
 )
 
-__all__ = ["attention", "attention_varlen", "refuse_transforms", "with_contiguous_rows"]
+__all__ = ["attention", "attention_varlen", "refuse_transforms", "refusing_second", "with_contiguous_rows"]
 
 Two = tuple[torch.Tensor, torch.Tensor]
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -148,11 +149,11 @@ def attention_varlen(
 
 
 def refuse_transforms() -> None:
-    """Refuse calls under the transforms of torch.func."""
-    if _are_transforms_active():
+    """Refuse calls under the transforms of torch.func and in forward mode."""
+    if _are_transforms_active() or forward_ad._current_level >= 0:
         raise NotImplementedError(
-            "attention has no rule for the transforms of torch.func (grad, vmap, ...): call backward(), or "
-            "torch.autograd.grad"
+            "attention has no rule for the transforms of torch.func (grad, vmap, ...), nor for the dual "
+            "numbers of torch.autograd.forward_ad: call backward(), or torch.autograd.grad"
         )
 
 
@@ -193,7 +194,7 @@ def _run(tensors: tuple[Any, ...], numbers: Numbers, return_lse: bool) -> torch.
     """Compute in the cheapest way that torch can still differentiate and compile; numbers are checked."""
     if is_compiling():
         return _operate(tensors, numbers, return_lse)
-    if _are_transforms_active():
+    if _are_transforms_active() or forward_ad._current_level >= 0:
         refuse_transforms()
     q, k, v, *bounds = tensors
     calls = _calls_of(numbers)
@@ -295,7 +296,23 @@ def _gradients(numbers: Numbers, tensors: tuple[Any, ...]) -> Three:
     return dq, dk, dv
 
 
-_backward_once = once_differentiable(_Recorded.backward)  # for a backward that is itself recorded
+def refusing_second(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a backward for where gradients are recorded: its results have no derivative, and say so.
+
+    `once_differentiable` says nothing where dout needs no gradient, as that of a loss that is linear in out;
+    the result depends on q, k and v all the same.
+    """
+    recorded: Callable[..., Any] = once_differentiable(backward)
+
+    def run(ctx: Any, *douts: torch.Tensor | None) -> Any:
+        return recorded(
+            ctx, *(x if x is None or x.requires_grad else x.detach().requires_grad_() for x in douts)
+        )
+
+    return run
+
+
+_backward_once = refusing_second(_Recorded.backward)
 
 _Recorded._backward_cls.apply = _backward_at_once  # type: ignore[attr-defined]
 

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 import kvlab
 from kvlab.arguments import flag
-from kvlab.integrations.torch_autograd import refuse_transforms, with_contiguous_rows
+from kvlab.integrations.torch_autograd import refuse_transforms, refusing_second, with_contiguous_rows
 from kvlab.torch_compile import opaque
 
 __all__ = ["grouped_attention_varlen"]
@@ -120,4 +119,4 @@ def _gradients(ctx: Any, *gradients: torch.Tensor | None) -> Any:
 
 
 _record: Any = super(torch.autograd.Function, _Recorded).apply  # as in torch_autograd
-_gradients_once = once_differentiable(_gradients)  # for a backward that is itself recorded
+_gradients_once = refusing_second(_gradients)

@@ -113,6 +113,8 @@ def test_transforms_of_torch_func_are_refused_by_name() -> None:
     q, k, v = (x.detach() for x in _leaves((1, 4, 2, 8), (1, 5, 1, 8), (1, 5, 1, 8), dtype=torch.float32))
     with pytest.raises(NotImplementedError, match=r"no rule for the transforms of torch\.func"):
         torch.func.grad(lambda x: attention(x, k, v).sum())(q)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward_ad"):
+        attention(torch.autograd.forward_ad.make_dual(q, torch.ones_like(q)), k, v)
 
 
 def test_the_operators_pass_the_checks_of_torch() -> None:
@@ -239,9 +241,10 @@ def test_errors_are_those_of_the_function() -> None:
     with pytest.raises(NotImplementedError, match="dtype=int32"):
         attention(k.int(), k.int(), k.int())
     leaves = _leaves((1, 2, 1, 4), (1, 2, 1, 4), (1, 2, 1, 4))
-    (dq,) = torch.autograd.grad(attention(*leaves).square().sum(), leaves[:1], create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        dq.sum().backward()
+    for loss in (torch.square, torch.Tensor.double):  # dout of a linear one needs no gradient
+        (dq,) = torch.autograd.grad(loss(attention(*leaves)).sum(), leaves[:1], create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            dq.square().sum().backward()
 
 
 def test_what_is_not_recorded_is_the_plain_function() -> None:
