@@ -84,8 +84,8 @@ def parse_budget(budget: float | int | str | None) -> Budget:
     --------
     >>> parse_budget("6GiB").nbytes, parse_budget(0.35).fraction, parse_budget("4bpe").fraction
     (6442450944, 0.35, 0.25)
-    >>> parse_budget("30%").fraction
-    0.3
+    >>> parse_budget("30%").fraction, parse_budget("0.3").fraction
+    (0.3, 0.3)
     >>> parse_budget(None)
     Budget(nbytes=None, fraction=None)
     """
@@ -98,6 +98,8 @@ def parse_budget(budget: float | int | str | None) -> Budget:
         raise TypeError(
             f"budget={shown(budget)} must be a fraction, bytes, a string such as '6GiB' or '4.25bpe', or None"
         )
+    if isinstance(budget, str) and re.fullmatch(r"\d*\.\d+", budget.strip(), re.ASCII):
+        budget = float(budget)
     unit = re.search("(bpe|%)$", budget.strip().lower()) if isinstance(budget, str) else None
     if isinstance(budget, str) and unit:
         text, (whole, what) = budget.strip()[: unit.start()], _UNITS[unit[0]]

@@ -43,8 +43,10 @@ def test_other_dtypes_are_refused_by_name(dtype: Any) -> None:
         make(dtype=dtype)
 
 
-@pytest.mark.parametrize(("text", "fraction"), [("30%", 0.3), (" 12.5 % ", 0.125), ("150%", 1.5)])
-def test_a_budget_may_be_a_percentage(text: str, fraction: float) -> None:
+@pytest.mark.parametrize(
+    ("text", "fraction"), [("30%", 0.3), (" 12.5 % ", 0.125), ("150%", 1.5), ("0.5", 0.5), (".25", 0.25)]
+)
+def test_a_budget_may_be_a_fraction_in_text(text: str, fraction: float) -> None:
     assert parse_budget(text).fraction == fraction
     assert make(budget=text).budget_nbytes == make(budget=fraction).budget_nbytes
 

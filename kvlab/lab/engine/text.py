@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -47,7 +46,7 @@ def continue_text(
             f"takes, {geometry.max_positions} in all; shorten the prompt, or ask for fewer tokens"
         )
     Sampling(**sampling)
-    decoder = _loaded(folder, device=device, cache_budget=_budget(budget), max_seqlen=needed)
+    decoder = _loaded(folder, device=device, cache_budget=budget, max_seqlen=needed)
     decoder.prefill(ids)
     stream = decoder.stream(max_new_tokens, stop=_ends(folder, tokenizer, geometry.vocabulary), **sampling)
     return words(tokenizer, stream, ids)
@@ -91,7 +90,7 @@ class Chat:
         if max_seqlen is None:
             max_seqlen = min(_USUAL_TALK, geometry.max_positions)
         self._is_packed = budget is not None
-        self._decoder = make(model, device=device, cache_budget=_budget(budget), max_seqlen=max_seqlen)
+        self._decoder = make(model, device=device, cache_budget=budget, max_seqlen=max_seqlen)
         self._unread: list[int] = []
         self._times: list[float] = []  # when tokens of the last answer came
 
@@ -162,12 +161,6 @@ class Chat:
 def _loaded(name: str, **options: Any) -> Decoder:
     with without_progress_bars():
         return Decoder.from_pretrained(name, **options)
-
-
-def _budget(text: str | None) -> float | str | None:
-    """A budget as it is typed: a fraction is a number, all else is left as it is."""
-    is_fraction = text is not None and re.fullmatch(r"\d*\.\d+", text.strip())
-    return float(text or 0) if is_fraction else text
 
 
 def _tokenizer(name: str) -> Any:
