@@ -33,7 +33,7 @@ LEFT = {
         "kvlab/cache/launches.py", "kvlab/ops/cpu/page_tokens.py", "kvlab/ops/cuda/",
     ),
     "pairs": (
-        "kernels/", "kvlab/cache/cuda.py", "kvlab/engine/packing.py", "kvlab/lab/quality/tasks.py",
+        "kernels/", "kvlab/engine/packing.py", "kvlab/lab/quality/tasks.py",
         "kvlab/reference/blocks.py",
     ),
 }  # fmt: skip

@@ -2,9 +2,10 @@
 
     python benchmarks/attention/cpu_turns.py OUT.json BEFORE AFTER
 
-BEFORE and AFTER are folders of checkouts. One process of each answers in turns, with the processor time of
-some calls, 30 rounds. The machine may be busy: given are the least time of each in milliseconds, and the
-median of the rounds' ratios.
+BEFORE and AFTER are folders of checkouts, each with its kernels: where kvlab is installed from a folder, link
+kernels/numba to kvlab/numba_kernels in the others. One process of each answers in turns, with the
+processor time of some calls, 30 rounds. The machine may be busy: given are the least time of each in
+milliseconds, and the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -46,6 +47,14 @@ def call_of(what: str, tokens: int, dtype: str, softcap: float) -> Callable[[], 
 
 def serve() -> None:
     """Answer each number of a case on stdin with the least milliseconds of its calls."""
+    from kvlab.jit.build import kernel_folder
+
+    folder = Path(os.environ["PYTHONPATH"]).resolve()
+    if not kernel_folder("numba").resolve().is_relative_to(folder):
+        raise SystemExit(
+            f"{folder} has kernels of another version: link kernels/numba to kvlab/numba_kernels in it"
+        )
+
     calls = [call_of(*case) for case in CASES]
     for line in sys.stdin:
         case, times = int(line), []

@@ -2,8 +2,9 @@
 
     python benchmarks/cpu_decode/turns.py OUT.json BEFORE AFTER
 
-BEFORE and AFTER are folders of checkouts. One process of each answers in turns: 4 calls of each side, 40
-rounds. The machine may be busy: given are the least time, and the quartiles, in milliseconds.
+BEFORE and AFTER are folders of checkouts, each with its kernels: where kvlab is installed from a folder, link
+kernels/numba to kvlab/numba_kernels in the others. One process of each answers in turns: 4 calls of each
+side, 40 rounds. The machine may be busy: given are the least time, and the quartiles, in milliseconds.
 """
 
 from __future__ import annotations
@@ -29,8 +30,15 @@ def serve() -> None:
     """Answer each number of a case on stdin with milliseconds of (packed, torch) calls."""
     import torch
 
+    from kvlab.jit.build import kernel_folder
     from kvlab.lab.benchmark.decode import HEAD_DIM, NUM_HEADS_KV, NUM_HEADS_Q, WIDTHS, decode, make_pages
     from kvlab.ops.packed import packed_attention
+
+    folder = Path(os.environ["PYTHONPATH"]).resolve()
+    if not kernel_folder("numba").resolve().is_relative_to(folder):
+        raise SystemExit(
+            f"{folder} has kernels of another version: link kernels/numba to kvlab/numba_kernels in it"
+        )
 
     rng = np.random.default_rng(0)
     q = rng.standard_normal((1, 1, NUM_HEADS_Q, HEAD_DIM), np.float32)

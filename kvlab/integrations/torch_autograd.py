@@ -148,9 +148,11 @@ def attention_varlen(
     return _run((q, k, v, cu_seqlens_q, cu_seqlens_k), numbers, flag(return_lse, "return_lse"))
 
 
-def refuse_transforms() -> None:
-    """Refuse calls under the transforms of torch.func and in forward mode."""
-    if _are_transforms_active() or forward_ad._current_level >= 0:
+def refuse_transforms(*tensors: torch.Tensor) -> None:
+    """Refuse calls under the transforms of torch.func and of dual numbers."""
+    parts: Callable[..., Any] = forward_ad.unpack_dual
+    dual = forward_ad._current_level >= 0 and any(parts(x).tangent is not None for x in tensors)
+    if dual or _are_transforms_active():
         raise NotImplementedError(
             "attention has no rule for the transforms of torch.func (grad, vmap, ...), nor for the dual "
             "numbers of torch.autograd.forward_ad: call backward(), or torch.autograd.grad"
@@ -195,7 +197,7 @@ def _run(tensors: tuple[Any, ...], numbers: Numbers, return_lse: bool) -> torch.
     if is_compiling():
         return _operate(tensors, numbers, return_lse)
     if _are_transforms_active() or forward_ad._current_level >= 0:
-        refuse_transforms()
+        refuse_transforms(*tensors[:3])
     q, k, v, *bounds = tensors
     calls = _calls_of(numbers)
     known = calls.find(tensors)

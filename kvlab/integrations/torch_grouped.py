@@ -76,7 +76,7 @@ max_seqlen_k
         "causal": causal, "scale": scale, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k,
     }  # fmt: skip
     options = shared, flag(deterministic, "deterministic"), implementation
-    refuse_transforms()
+    refuse_transforms(k, v, *q_groups)
     found = _record(options, *with_contiguous_rows(k, v, *q_groups))
     outs, lses = list(found[: len(q_groups)]), list(found[len(q_groups) :])
     return (outs, lses) if flag(return_lse, "return_lse") else outs

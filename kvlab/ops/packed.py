@@ -222,7 +222,7 @@ def _group_size(num_heads_q: int, num_heads_kv: int) -> int:
 def _check(q: Any, pages: Pages, softcap: float, keep_scores: int) -> int:
     """Return the group size of a call that makes sense."""
     device_of(q, "q")
-    shapes = (tuple(x.shape) for x in (q, pages.rung, pages.k_mean, pages.k_shift))
+    shapes = (tuple(x.shape) for x in (q, pages.rung, pages.k_mean, pages.k_shift, pages.exponent))
     return _checked_group(*shapes, tuple(pages.layouts), float(softcap), keep_scores)
 
 
@@ -232,6 +232,7 @@ def _checked_group(
     rung: tuple[int, ...],
     k_mean: tuple[int, ...],
     k_shift: tuple[int, ...],
+    exponent: tuple[int, ...],
     layouts: tuple[PageLayout, ...],
     softcap: float,
     keep_scores: int,
@@ -243,6 +244,7 @@ def _checked_group(
             "pages.rung": (rung, ("B", "Hkv", "entries")),
             "pages.k_mean": (k_mean, ("B", "Hkv", head_dim)),
             "pages.k_shift": (k_shift, ("B", "Hkv", head_dim // 2)),
+            "pages.exponent": (exponent, ("B", "Hkv", 2)),
         }
     )
     packed = [layout for layout in layouts if layout.bits_k != 16]

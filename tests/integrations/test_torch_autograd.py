@@ -115,6 +115,8 @@ def test_transforms_of_torch_func_are_refused_by_name() -> None:
         torch.func.grad(lambda x: attention(x, k, v).sum())(q)
     with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward_ad"):
         attention(torch.autograd.forward_ad.make_dual(q, torch.ones_like(q)), k, v)
+    with torch.autograd.forward_ad.dual_level():
+        attention(q, k, v)  # none of them is dual
 
 
 def test_the_operators_pass_the_checks_of_torch() -> None:

@@ -5,6 +5,7 @@ must not matter is hostile: steps and raw numbers of unused slots are NaN, entri
 of NaN or none, unused entries of the page table name pages, rungs and counts that do not exist.
 """
 
+import copy
 import dataclasses
 import itertools
 from dataclasses import dataclass
@@ -440,6 +441,10 @@ def test_refuses_calls_that_make_no_sense() -> None:
         packed_attention(q[:, :, :3], pages)
     with pytest.raises(ValueError, match="B"):
         packed_attention(q[:1], pages)
+    wrong = copy.copy(pages)
+    object.__setattr__(wrong, "exponent", pages.exponent[..., :0])
+    with pytest.raises(ValueError, match=r"pages\.exponent"):
+        packed_attention(q, wrong)
     mixed = small_case(rungs=((4, 4), ((8, 4, 2, 2), 4), (16, 16)))
     with pytest.raises(ValueError, match=r"keys in profiles and in widths, \[4, \(8, 4, 2, 2\)\]"):
         call(mixed)

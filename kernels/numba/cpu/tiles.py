@@ -297,7 +297,12 @@ def large_share(size, softcap):
 
 @helper
 def count_near(x32, seq, head):
-    """How many float32 keys of a sequence, from the first on, lie near the first, in every channel."""
+    """How many float32 keys of a sequence, from the first on, lie near the first, in every channel.
+
+    None if the first is 0: what scores of zeros have in common is exact.
+    """
+    if not seq[4] or not np.any(x32[seq[0], seq[3], head]):
+        return 0
     for key in range(1, seq[4]):
         for channel in range(x32.shape[3]):
             one = x32[seq[0], seq[3], head, channel]
