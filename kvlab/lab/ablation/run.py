@@ -125,7 +125,7 @@ def feasible_budget(case: AblationCase) -> float:
     Examples
     --------
     >>> feasible_budget(AblationCase(0.2, "4,8", 2048)), feasible_budget(AblationCase(0.2, "2,4,8", 2048))
-    (0.2718, 0.1468)
+    (0.2719, 0.1469)
     """
     cache = new_cache(case, None)  # or an error that says what its device does not have
     needed = cache.smallest_nbytes(case.context_length)
