@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 RESULTS, RECORDED = Path(__file__).parents[2] / "benchmarks" / "results", "*-demo-*.json"
 """Runs that were kept: their rows of transformers' caches stand, marked, in the table of a run without."""
-HELD = "*-quality-held.json"
+HELD = "*-quality.json"
 """Of single tokens and late questions under budgets that hold at every length; the newest is shown."""
 
 BUDGETS = "0.17,0.2,0.3,0.5"

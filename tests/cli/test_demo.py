@@ -12,13 +12,25 @@ import pytest
 from typer.testing import CliRunner
 
 from kvlab import cli
+from kvlab.cli import demo
 from kvlab.lab.quality import workers
+from kvlab.lab.quality.comparison import Comparison
+from kvlab.lab.quality.recorded import read_held
 
 FILES = {"results.json", "table.csv", "table.md", "quality.png", "quality.svg"}
 
 
 def run(*arguments: str) -> Any:
     return CliRunner().invoke(cli.app(), ["demo", *arguments])
+
+
+def test_recorded_comparisons_can_be_read() -> None:
+    """The command shows their rows at its end, minutes after it began."""
+    paths = sorted(demo.RESULTS.glob(demo.RECORDED))
+    assert paths
+    assert all(Comparison.read(path) for path in paths)
+    held = read_held(max(demo.RESULTS.glob(demo.HELD)))
+    assert {"mixed 0.2", "uniform 4"} <= {row["cache"] for row in held}
 
 
 def test_the_table_and_all_files(tmp_path: Path) -> None:
