@@ -11,13 +11,10 @@ milliseconds, and the median of the rounds' ratios.
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +44,6 @@ def call_of(what: str, tokens: int, dtype: str, softcap: float) -> Callable[[], 
 
 def serve() -> None:
     """Answer each number of a case on stdin with the least milliseconds of its calls."""
-    from kvlab.jit.build import kernel_folder
-
-    folder = Path(os.environ["PYTHONPATH"]).resolve()
-    if not kernel_folder("numba").resolve().is_relative_to(folder):
-        raise SystemExit(
-            f"{folder} has kernels of another version: link kernels/numba to kvlab/numba_kernels in it"
-        )
-
     calls = [call_of(*case) for case in CASES]
     for line in sys.stdin:
         case, times = int(line), []
@@ -66,25 +55,9 @@ def serve() -> None:
 
 
 def measure(folders: dict[str, Path]) -> list[dict[str, Any]]:
-    servers = {
-        name: subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=os.environ | {"PYTHONPATH": str(folder)},
-        )
-        for name, folder in folders.items()
-    }  # fmt: skip
-    found: dict[tuple[int, str], list[float]] = {}
-    for turn, case in product(range(ROUNDS + 1), range(len(CASES))):  # the first round compiles
-        for name in sorted(servers, reverse=bool(turn % 2)):
-            asked, answered = servers[name].stdin, servers[name].stdout
-            assert asked
-            assert answered
-            print(case, file=asked, flush=True)
-            milliseconds = float(answered.readline())
-            if turn:
-                found.setdefault((case, name), []).append(milliseconds)
-    for server in servers.values():
-        server.communicate()
+    from kvlab.lab.benchmark.versions import ask_in_turns
+
+    found = ask_in_turns(__file__, folders, len(CASES), ROUNDS)
     rows = []
     for case, (what, tokens, dtype, softcap) in enumerate(CASES):
         before, after = (np.array(found[case, name]) for name in ("before", "after"))

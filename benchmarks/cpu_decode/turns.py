@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +27,8 @@ def serve() -> None:
     """Answer each number of a case on stdin with milliseconds of (packed, torch) calls."""
     import torch
 
-    from kvlab.jit.build import kernel_folder
     from kvlab.lab.benchmark.decode import HEAD_DIM, NUM_HEADS_KV, NUM_HEADS_Q, WIDTHS, decode, make_pages
     from kvlab.ops.packed import packed_attention
-
-    folder = Path(os.environ["PYTHONPATH"]).resolve()
-    if not kernel_folder("numba").resolve().is_relative_to(folder):
-        raise SystemExit(
-            f"{folder} has kernels of another version: link kernels/numba to kvlab/numba_kernels in it"
-        )
 
     rng = np.random.default_rng(0)
     q = rng.standard_normal((1, 1, NUM_HEADS_Q, HEAD_DIM), np.float32)
@@ -60,28 +50,12 @@ def serve() -> None:
 
 
 def measure(folders: dict[str, Path]) -> list[dict[str, Any]]:
-    servers = {
-        name: subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=os.environ | {"PYTHONPATH": str(folder), "OMP_WAIT_POLICY": "PASSIVE"},
-        )
-        for name, folder in folders.items()
-    }  # fmt: skip
-    found: dict[tuple[int, str], list[list[float]]] = {}
-    for turn, case in product(range(ROUNDS + 1), range(len(CASES))):  # the first round compiles
-        for name in sorted(servers, reverse=bool(turn % 2)):
-            asked, answered = servers[name].stdin, servers[name].stdout
-            assert asked
-            assert answered
-            print(case, file=asked, flush=True)
-            times = json.loads(answered.readline())
-            if turn:
-                found.setdefault((case, name), []).extend(times)
-    for server in servers.values():
-        server.communicate()
+    from kvlab.lab.benchmark.versions import ask_in_turns
+
+    found = ask_in_turns(__file__, folders, len(CASES), ROUNDS)
     rows: list[dict[str, Any]] = []
     for (case, name), times in sorted(found.items()):
-        packed, dense = np.transpose(times)
+        packed, dense = np.transpose(np.concatenate(times))
         steps = ("least", "quarter", "median")
         row = dict(zip(steps, np.quantile(packed, (0, 0.25, 0.5)).round(3).tolist(), strict=True))
         row["speedup"] = round(float(np.median(dense / packed)), 2)

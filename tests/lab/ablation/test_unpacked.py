@@ -56,10 +56,9 @@ def test_bytes_are_those_of_the_arrays_and_need_no_slack() -> None:
     assert page_nbytes(pages) == cache.nbytes
     live = sum(int(counts.sum()) for counts in cache.allocation().values())
     assert sum(len(pool) for pool in wide.pools) == live
-    records, frame = sum(pool.nbytes for pool in wide.pools), ("k_mean", "k_shift", "exponent")
-    assert page_nbytes(wide) == records + 8 * live + sum(
-        getattr(pages, x).nbytes for x in (*frame, "num_pages")
-    )
+    records = sum(pool.nbytes for pool in wide.pools)
+    tables = pages.k_mean, pages.k_shift, pages.exponent, pages.num_pages
+    assert page_nbytes(wide) == records + 8 * live + sum(table.nbytes for table in tables)
     assert page_nbytes(wide) > 1.2 * page_nbytes(pages)
 
 
