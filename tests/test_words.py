@@ -26,14 +26,14 @@ LEFT = {
     "place": ("kernels/numba/cuda/packed_", "kvlab/ops/cpu/grouped.py"),
     "places": (),
     "room": (),
-    "share": ("kernels/numba/cpu/tiles.py", "kvlab/cli/sweep.py", "kvlab/engine/"),
+    "share": ("kernels/numba/cpu/tiles.py", "kvlab/cli/sweep.py"),
     "shares": (),
     "steps": (
-        "kernels/cuda/attention/", "kernels/cuda/engine/", "kernels/cuda/plan/", "kernels/numba/cpu/",
+        "kernels/cuda/attention/", "kernels/cuda/plan/", "kernels/numba/cpu/",
         "kvlab/cache/launches.py", "kvlab/ops/cpu/page_tokens.py", "kvlab/ops/cuda/",
     ),
     "pairs": (
-        "kernels/", "kvlab/engine/packing.py", "kvlab/lab/quality/tasks.py",
+        "kernels/", "kvlab/lab/quality/tasks.py",
         "kvlab/reference/blocks.py",
     ),
 }  # fmt: skip

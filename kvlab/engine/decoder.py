@@ -468,13 +468,13 @@ class Decoder:
                 raise
             geometry, needed = self.geometry, error.needed_bytes
             tokens = geometry.layers * self.batch * self.max_seqlen
-            share = math.ceil(1e3 * needed / (tokens * 4 * geometry.heads_kv * geometry.head_dim)) / 1e3
+            ratio = math.ceil(1e3 * needed / (tokens * 4 * geometry.heads_kv * geometry.head_dim)) / 1e3
             shorter = (
                 f", or take max_seqlen={longest}" if longest and parse_budget(cache_budget).nbytes else ""
             )
             raise BudgetError(
                 f"cache_budget={cache_budget!r}: {self.batch} x {self.max_seqlen} tokens need {needed} bytes "
-                f"even at the lowest widths, {share} of what 16 bits take. Raise cache_budget to that, add a "
+                f"even at the lowest widths, {ratio} of what 16 bits take. Raise cache_budget to that, add a "
                 f"lower width to bits (width 0: tokens may be evicted){shorter}",
                 needed_bytes=needed, longest_length=longest,
             ) from None  # fmt: skip

@@ -148,42 +148,42 @@ def prepare_operations(
     NotImplementedError, ValueError
         As `prepare_token`.
     """
-    geometry, argument = kernel.geometry, np.zeros(1, OPERATION.dtype)
+    argument = np.zeros(1, OPERATION.dtype)
     others = dict(pointers)
     for name in ("normed", "sums"):
         argument[name] = others.pop(name)
     argument["call"][0] = _call(kernel, others, kv_strides, multiprocessors)
-    threads, head_dim = 32 * kernel.warps, geometry.head_dim
-    mlp = 2 * geometry.ffn if geometry.gated else geometry.ffn
+    macros, threads = kernel.macros(), 32 * kernel.warps
+    threads_of = {"rotate_heads": 32, "add_rows": 64}
+    launches = {}
+    for name, grid in _grids(kernel).items():
+        entry = _load("ops", macros, device, entry=name)
+        block = (threads_of.get(name, threads),)
+        launches[name] = PreparedLaunch(
+            entry, grid, block, argument, early=name == "add_rows" and bool(cluster)
+        )
+    if cluster:
+        entry = _load("cluster", {**macros, "CLUSTER": cluster}, device, entry="attend_block", clusters=True)
+        launches["attend_block"] = PreparedLaunch(
+            entry, (kernel.geometry.heads_kv * cluster,), (threads,), argument, early=True, cluster=cluster
+        )
+    return launches, argument
+
+
+def _grids(kernel: TokenKernel) -> dict[str, tuple[int, ...]]:
+    """Blocks of every launch of ``engine/ops.cu``."""
+    geometry = kernel.geometry
     rows = {"up" if name == "gated" else name: size for name, (size, _) in geometry.products().items()}
-    grids: dict[str, tuple[int, ...]] = {
+    mlp = 2 * geometry.ffn if geometry.gated else geometry.ffn
+    return {
         "norm_tokens": (1,),
-        "rotate_heads": (rows["qkv"] // head_dim, kernel.batch),
+        "rotate_heads": (rows["qkv"] // geometry.head_dim, kernel.batch),
         "attend_tokens": (kernel.readers, kernel.batch),
-        "activate_rows": (-(-mlp // 2 // threads), kernel.batch),
+        "activate_rows": (-(-mlp // 2 // (32 * kernel.warps)), kernel.batch),
         "add_rows": (-(-geometry.hidden // 32), kernel.batch),
         **{f"multiply_{name}": (size // 16,) for name, size in rows.items()},
         "multiply_head": (kernel.vocabulary // 16,),
     }
-    loaded = {name: _load("ops", kernel.macros(), device, entry=name) for name in grids}
-    few = {"rotate_heads": 32, "add_rows": 64}
-    launches = {
-        name: PreparedLaunch(
-            loaded[name],
-            grid,
-            (few.get(name, threads),),
-            argument,
-            early=name == "add_rows" and bool(cluster),
-        )
-        for name, grid in grids.items()
-    }
-    if cluster:
-        macros, blocks = {**kernel.macros(), "CLUSTER": cluster}, geometry.heads_kv * cluster
-        entry = _load("cluster", macros, device, entry="attend_block", clusters=True)
-        launches["attend_block"] = PreparedLaunch(
-            entry, (blocks,), (threads,), argument, early=True, cluster=cluster
-        )
-    return launches, argument
 
 
 def prepare_embed(

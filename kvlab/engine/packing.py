@@ -170,8 +170,8 @@ def unpaired(x: NDArray[Any], rotary_dim: int) -> NDArray[Any]:
     >>> unpaired(np.array([[0, 3, 1, 4, 2, 5, 6, 7]]), 6).tolist()
     [[0, 1, 2, 3, 4, 5, 6, 7]]
     """
-    pairs = x[..., :rotary_dim]
-    return np.concatenate([pairs[..., ::2], pairs[..., 1::2], x[..., rotary_dim:]], axis=-1)
+    rotated = x[..., :rotary_dim]
+    return np.concatenate([rotated[..., ::2], rotated[..., 1::2], x[..., rotary_dim:]], axis=-1)
 
 
 def qkv_rows(
@@ -207,12 +207,12 @@ def qkv_rows(
         raise ValueError(
             f"num_heads_q={num_heads_q}, num_heads_kv={num_heads_kv}: interleaved rows have equal numbers"
         )
-    pairs = rotary_pairs(head_dim, rotary_dim)
+    order = rotary_pairs(head_dim, rotary_dim)
     num_heads = num_heads_q + 2 * num_heads_kv
     first = np.arange(num_heads) * head_dim
     if interleaved:
         first = first.reshape(num_heads_q, 3).T.reshape(-1)
-    channels = np.tile(pairs, (num_heads, 1))
+    channels = np.tile(order, (num_heads, 1))
     channels[num_heads_q + num_heads_kv :] = np.arange(head_dim)
     return (first[:, None] + channels).reshape(-1)
 

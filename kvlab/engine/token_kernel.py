@@ -18,7 +18,7 @@ SHARED_LIMIT = 232_448 - 1_536  # bytes of a block on sm_90, less barriers, mome
 _MAX_SLOTS = 48  # whose barriers fit what SHARED_LIMIT leaves
 _LARGEST_SLOT = 12  # KiB: with 16 in place of 8 tokens take up to 3 % longer on an H200
 _SMALL_SLOT = 8  # KiB, from which on a slot's barriers cost little beside its products
-_SMALL_SHARE = 0.75  # of a ring of smaller slots, which counts: 6 KiB took pythia-160m longer than 8 and 12
+_SMALL_FACTOR = 0.75  # of a ring of smaller slots, which counts: 6 KiB took pythia-160m longer than 8 and 12
 _MIN_SLOT = 4  # KiB: of smaller ones a block waits for barriers, .16 us each, and not for memory
 _UNDER_WAY = 48  # KiB of copies under way, on an H100 and an H200; with the whole ring 7 % slower
 _SHORT_SECONDS = 1.4e-6  # of memory's work, where phases are short, if that is less: 3 to 6 % of a token
@@ -140,8 +140,8 @@ class TokenKernel:
         outputs = 2 * geometry.hidden * columns / multiprocessors / 1024
         best = geometry.parallel * ((outputs >= _TWO_SPLITS) + (outputs >= _FOUR_SPLITS))  # log2 of splits
         size = self.slot_blocks
-        share = 1.0 if size >= _SMALL_SLOT else _SMALL_SHARE if size >= _MIN_SLOT else 0.0
-        ring = share * self.slots * size
+        factor = 1.0 if size >= _SMALL_SLOT else _SMALL_FACTOR if size >= _MIN_SLOT else 0.0
+        ring = factor * self.slots * size
         sums = _SPLIT if geometry.parallel else _SPLIT + _SPLIT_ROW * self.batch
         found = _WHOLE_RING - min(ring, _WHOLE_RING) + sums * abs(math.log2(self.splits) - best)
         if self.batch > _FEW_ROWS:

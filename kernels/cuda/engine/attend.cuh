@@ -27,8 +27,9 @@ constexpr int KEY_BYTES = 2 * HEAD_DIM, CHUNK = SLOT_BYTES / (2 * KEY_BYTES);
 constexpr int TEAM_WARPS = WARPS / TEAMS,
               SIDES = TEAM_WARPS % 2 == 0 && CHUNK <= 2 * TEAM_WARPS * KEYS ? 2 : 1;
 constexpr int SIDE_WARPS = TEAM_WARPS / SIDES, ROUND = SIDE_WARPS * KEYS;  // keys taken together
-constexpr int MAX_STEPS = BATCH > 8 ? 1 : 4;
-constexpr int STEPS = CHUNK > (MAX_STEPS - 1) * ROUND ? MAX_STEPS : (CHUNK + ROUND - 1) / ROUND;
+constexpr int MAX_KEYS_AT_ONCE = BATCH > 8 ? 1 : 4;
+constexpr int KEYS_AT_ONCE =
+    CHUNK > (MAX_KEYS_AT_ONCE - 1) * ROUND ? MAX_KEYS_AT_ONCE : (CHUNK + ROUND - 1) / ROUND;
 constexpr int READERS = HEADS_KV * PASSES;  // of a token: passes over a KV head's keys
 constexpr float LOWEST = -1e30f;
 static_assert(HEAD_DIM % 16 == 0 && KEYS >= 1 && CHUNK >= 1, "a key has up to 32 lanes, a slot has a key");
@@ -184,7 +185,7 @@ __device__ __forceinline__ void unpack_eight(const uint4& packed, float* x) {
 
 // Takes `count` keys of OF_WARPS warps of a team, AT_ONCE of a lane at a time: load_key(i) and load_value(i)
 // give 8 channels of key and value i. What is behind the end is read at the end and not counted.
-template <int OF_WARPS = SIDE_WARPS, int AT_ONCE = STEPS, class LoadKey, class LoadValue>
+template <int OF_WARPS = SIDE_WARPS, int AT_ONCE = KEYS_AT_ONCE, class LoadKey, class LoadValue>
 __device__ __forceinline__ void take_keys(Running (&running)[HEADS_OF_WARP],
                                           const float (&q)[HEADS_OF_WARP][8], int count,
                                           const LoadKey& load_key, const LoadValue& load_value) {
@@ -382,7 +383,7 @@ __device__ __forceinline__ void attend_segment(const Call& call, const Chunks& c
     const auto value = [&](int i) { return source.value(i); };
     if (Source::IN_RUNS && segment.end - segment.begin > SIDES) {
         const int end = min(segment.end * CHUNK, chunks.old[n]);
-        take_keys<TEAM_WARPS, MAX_STEPS>(running, q, end - segment.begin * CHUNK, key, value);
+        take_keys<TEAM_WARPS, MAX_KEYS_AT_ONCE>(running, q, end - segment.begin * CHUNK, key, value);
     } else {
         int slot = 0;
         visit_slots(chunks, segment, [&](int, int count) {

@@ -135,7 +135,7 @@ __device__ __noinline__ void begin_next(const Call& call) {
     __syncthreads();  // the next tokens are known
     for (int i = threadIdx.x; i < BATCH * GROUPS; i += THREADS)
         embed_group(embed, i / GROUPS, next[i / GROUPS].x, i % GROUPS);
-    constexpr int PAIRS = ROTARY_DIM / 2;
-    for (int i = threadIdx.x; i < BATCH * PAIRS; i += THREADS)
-        turn_pair(embed, i / PAIRS, next[i / PAIRS].y, i % PAIRS);
+    constexpr int ROTARY_PAIRS = ROTARY_DIM / 2;
+    for (int i = threadIdx.x; i < BATCH * ROTARY_PAIRS; i += THREADS)
+        turn_pair(embed, i / ROTARY_PAIRS, next[i / ROTARY_PAIRS].y, i % ROTARY_PAIRS);
 }

@@ -23,7 +23,7 @@ __device__ __forceinline__ void store_head(const Call& call, int n, int head, in
 
 // HEAD_NORMS: an RMS norm of a query or key head as the product left it; a warp.
 __device__ __forceinline__ void norm_head(const Call& call, int layer, int n, int head) {
-    constexpr int PAIRS = HEAD_DIM / 2, PER_LANE = (PAIRS + 31) / 32;
+    constexpr int HEAD_PAIRS = HEAD_DIM / 2, PER_LANE = (HEAD_PAIRS + 31) / 32;
     const int lane = threadIdx.x % 32;
     const float2* raw = (const float2*)(call.raw_heads + (n * (HEADS_Q + HEADS_KV) + head) * HEAD_DIM);
     const u32* weights = (const u32*)(call.head_norms + (layer * 2 + (head >= HEADS_Q)) * HEAD_DIM);
@@ -31,14 +31,14 @@ __device__ __forceinline__ void norm_head(const Call& call, int layer, int n, in
     float squares = 0.f;
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
-        y[i] = lane + 32 * i < PAIRS ? __ldcg(raw + lane + 32 * i) : make_float2(0.f, 0.f);
+        y[i] = lane + 32 * i < HEAD_PAIRS ? __ldcg(raw + lane + 32 * i) : make_float2(0.f, 0.f);
         squares += y[i].x * y[i].x + y[i].y * y[i].y;
     }
     const float scale = 1.f / sqrtf(sum_over<32>(squares) * (1.f / HEAD_DIM) + call.eps);
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
         const int pair = lane + 32 * i;
-        if (pair >= PAIRS) break;
+        if (pair >= HEAD_PAIRS) break;
         const float2 w = unpack_pair(__ldg(weights + pair));
         store_head(call, n, head, 2 * pair, {y[i].x * scale * w.x, y[i].y * scale * w.y});
     }

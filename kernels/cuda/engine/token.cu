@@ -42,7 +42,8 @@
 #include "engine/grid.cuh"
 
 constexpr int SUM_BYTES = (ADDER_GROUPS * SUMS * 4 + 127) / 128 * 128;
-static_assert(X_BYTES + SUM_BYTES + SLOTS * SLOT_BYTES == SHARED_BYTES, "sizes of kvlab/engine/kernels.py");
+static_assert(X_BYTES + SUM_BYTES + SLOTS * SLOT_BYTES == SHARED_BYTES,
+              "sizes of kvlab/engine/token_kernel.py");
 
 // ---- the order of phases, the same for all three kinds of warps
 
