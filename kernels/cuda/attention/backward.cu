@@ -45,12 +45,13 @@ static_assert(S_TILES % 2 == 0 && D_TILES % 2 == 0 && Q_COLUMN_TILES % 2 == 0, "
 
 using RowCopier = Copier<THREADS, PITCH>;
 
-// c += a b; a is [16 M_COUNT, 16 STEPS] in shared memory, or the transposed; b is [16 STEPS, 8 N_COUNT], or
-// the transposed. Addresses are those of `across` for a and transposed b, of `along` for the other two.
-template <int M_COUNT, int N_COUNT, int STEPS, bool A_TRANSPOSED, bool B_TRANSPOSED, int A_PITCH, int B_PITCH>
+// c += a b; a is [16 M_COUNT, 16 K_COUNT] in shared memory, or the transposed; b is [16 K_COUNT, 8 N_COUNT],
+// or the transposed. Addresses are those of `across` for a and transposed b, of `along` for the other two.
+template <int M_COUNT, int N_COUNT, int K_COUNT, bool A_TRANSPOSED, bool B_TRANSPOSED, int A_PITCH,
+          int B_PITCH>
 __device__ __forceinline__ void multiply(float (&c)[M_COUNT][4 * N_COUNT], u32 a, u32 b) {
 #pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
+    for (int step = 0; step < K_COUNT; ++step) {
         u32 x[M_COUNT][4];
 #pragma unroll
         for (int m = 0; m < M_COUNT; ++m) {

@@ -38,20 +38,20 @@ __device__ __forceinline__ void read_channels(float (&x)[8], const Element* row,
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i] = channel + i < dim ? row[channel + i] : 0.f;
 #else
-    u32 pairs[4];
+    u32 words[4];
     if (ALIGNED) {
         const uint4 piece = *(const uint4*)(row + channel);
-        pairs[0] = piece.x, pairs[1] = piece.y, pairs[2] = piece.z, pairs[3] = piece.w;
+        words[0] = piece.x, words[1] = piece.y, words[2] = piece.z, words[3] = piece.w;
     } else {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            pairs[i] = channel + 2 * i < dim ? row[channel + 2 * i] : 0;
-            if (channel + 2 * i + 1 < dim) pairs[i] |= (u32)row[channel + 2 * i + 1] << 16;
+            words[i] = channel + 2 * i < dim ? row[channel + 2 * i] : 0;
+            if (channel + 2 * i + 1 < dim) words[i] |= (u32)row[channel + 2 * i + 1] << 16;
         }
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const float2 pair = unpack_pair(pairs[i]);
+        const float2 pair = unpack_pair(words[i]);
         x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
     }
 #endif
@@ -63,14 +63,14 @@ __device__ __forceinline__ void write_channels(Element* row, const float (&x)[8]
     for (int i = 0; i < 8; ++i)
         if (channel + i < dim) row[channel + i] = x[i];
 #else
-    u32 pairs[4];
+    u32 words[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) pairs[i] = pack_pair(x[2 * i], x[2 * i + 1]);
+    for (int i = 0; i < 4; ++i) words[i] = pack_pair(x[2 * i], x[2 * i + 1]);
     if (ALIGNED) {
-        *(uint4*)(row + channel) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+        *(uint4*)(row + channel) = make_uint4(words[0], words[1], words[2], words[3]);
     } else {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) write_pair(row, channel + 2 * i, dim, pairs[i]);
+        for (int i = 0; i < 4; ++i) write_pair(row, channel + 2 * i, dim, words[i]);
     }
 #endif
 }

@@ -155,7 +155,8 @@ __device__ __forceinline__ void load_q(const Memory& m, const Signals& b, const 
             const KeyTile& t = tile[i];
             const LoaderTile of(call, t);
 #pragma unroll 1
-            for (Steps at = find_steps(call, t); at.more(of.tile()); at.next(call, of.tile()), ++q.count) {
+            for (StepIterator at = find_steps(call, t); at.more(of.tile());
+                 at.next(call, of.tile()), ++q.count) {
                 wait_barrier(m.empty_q + 8 * q.stage(), q.parity());
                 load_rows(call, of, m.q + q.stage() * ROW_BYTES, maps.q + group_of(t),
                           m.lse_log2 + q.stage() * STAT_BYTES, call.lse_log2, m.full_q + 8 * q.stage(),
@@ -199,7 +200,8 @@ __device__ __forceinline__ void load_keys_and_dout(const Memory& m, const Signal
             const KeyTile& t = tile[i];
             const LoaderTile of(call, t);
 #pragma unroll 1
-            for (Steps at = find_steps(call, t); at.more(of.tile()); at.next(call, of.tile()), ++dout.count) {
+            for (StepIterator at = find_steps(call, t); at.more(of.tile());
+                 at.next(call, of.tile()), ++dout.count) {
                 wait_barrier(m.empty_dout + 8 * dout.stage(), dout.parity());
                 load_rows(call, of, m.dout + dout.stage() * ROW_BYTES, maps.dout + group_of(t),
                           m.dpsum + dout.stage() * STAT_BYTES, call.dpsum, m.full_dout + 8 * dout.stage(),
@@ -225,7 +227,8 @@ __device__ __forceinline__ void add_dq(const Memory& m, const Signals& b, const 
             const LoaderTile of(call, tile[i]);
             const i64 first_row = find_workspace_row(call, tile[i]);
 #pragma unroll 1
-            for (Steps at = find_steps(call, tile[i]); at.more(of.tile()); at.next(call, of.tile()), ++step) {
+            for (StepIterator at = find_steps(call, tile[i]); at.more(of.tile());
+                 at.next(call, of.tile()), ++step) {
                 if (DETERMINISTIC && step % 2 != thread) continue;
                 const KeyTile& t = of.tile();
                 const int row = at.row(t);
@@ -395,7 +398,7 @@ __device__ __forceinline__ void compute(const Memory& m, const Signals& b, const
             const ComputingTile of(call, tile[i]);
             const KeyTile& t = of.tile();
             const RowRange rows = find_row_range(call, sequence_of(call, t), t.position);
-            Steps at = find_steps(call, t);
+            StepIterator at = find_steps(call, t);
             if (at.more(t)) {
                 if (parts++ == 0) {
                     wait_barrier(m.full_keys, keys_parity);

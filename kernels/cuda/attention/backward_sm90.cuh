@@ -178,9 +178,9 @@ __device__ __forceinline__ void exponentiate(float (&scores)[COUNT], int chunk, 
     }
 }
 template <int COUNT>
-__device__ __forceinline__ void pack_pairs(u32 (&pairs)[COUNT], const float (&x)[2 * COUNT]) {
+__device__ __forceinline__ void pack_pairs(u32 (&packed)[COUNT], const float (&x)[2 * COUNT]) {
 #pragma unroll
-    for (int i = 0; i < COUNT; ++i) pairs[i] = pack_pair(x[2 * i], x[2 * i + 1]);
+    for (int i = 0; i < COUNT; ++i) packed[i] = pack_pair(x[2 * i], x[2 * i + 1]);
 }
 
 template <int COUNT>

@@ -234,7 +234,7 @@ __device__ __forceinline__ void compute(const Memory& m, const Pair& pair, const
     float dq[32], scores[SCORES];  // scores: S, or dP
 #pragma unroll
     for (int i = 0; i < SUMS; ++i) dk[i] = dv[i] = 0.f;
-    Steps at = find_steps(call, t);
+    StepIterator at = find_steps(call, t);
     wait_barrier(m.full_keys, keys_parity);
     wait_barrier(pair.full_k, keys_parity);
     if (GROUP == 0) {
@@ -351,7 +351,7 @@ __device__ __forceinline__ void load(const Memory& m, const Pair& pair, const Ma
         copy_box(m.k + at, maps.k, m.full_keys, of_keys, 64 * block, work.first_key, work.head);
         copy_box(m.v + at, maps.v, m.full_keys, of_keys, 64 * block, work.first_key, work.head);
     }
-    for (Steps at = find_steps(call, t); at.more(t); at.next(call, t)) {
+    for (StepIterator at = find_steps(call, t); at.more(t); at.next(call, t)) {
         const Tile rows = {at.head, at.row(t)};
         wait_barrier(m.empty_q + 8 * q.stage, q.parity);
         load_rows(call, work, m.q + q.stage * ROW_BYTES, maps.q, m.lse_log2 + q.stage * STAT_BYTES,
@@ -370,7 +370,7 @@ struct DqPart {
     u32* semaphore;
     u32 before;
 };
-__device__ __forceinline__ DqPart dq_part_of(const Call& call, const TileInfo& t, const Steps& at,
+__device__ __forceinline__ DqPart dq_part_of(const Call& call, const TileInfo& t, const StepIterator& at,
                                              int block) {
     const int row = at.row(t);
     const i64 workspace_row = at.head * call.rows + find_workspace_row(call, t) + row;
@@ -383,7 +383,7 @@ __device__ __forceinline__ DqPart dq_part_of(const Call& call, const TileInfo& t
 // waits for its turn before dQ is there, and says when the addition is complete.
 __device__ __forceinline__ void add_dq(const Memory& m, const Pair& pair, const Call& call, const TileInfo& t,
                                        int group, PipelineState<Q_STAGES>& state) {
-    Steps at = find_steps(call, t);
+    StepIterator at = find_steps(call, t);
 #pragma unroll 1
     while (at.more(t)) {
         const DqPart part = dq_part_of(call, t, at, 2 * pair.rank + group);
@@ -418,7 +418,7 @@ __device__ __forceinline__ void add_dq(const Memory& m, const Pair& pair, const 
 __device__ __forceinline__ void pass_turns(const Pair& pair, const Call& call, const TileInfo& t,
                                            PipelineState<Q_STAGES>& state) {
 #pragma unroll 1
-    for (Steps at = find_steps(call, t); at.more(t); at.next(call, t), state.next()) {
+    for (StepIterator at = find_steps(call, t); at.more(t); at.next(call, t), state.next()) {
         u32* const semaphore = dq_part_of(call, t, at, 2 * pair.rank).semaphore;
         wait_barrier(pair.added + 8 * state.stage, state.parity);
         release_semaphore(semaphore);

@@ -21,7 +21,7 @@ constexpr int LONGEST_RUN = !DETERMINISTIC ? 1 << 30 : HEAD_DIM == 64 ? 2 : 8;
 // other down.
 // CTAs that share a tile take its steps head by head, each a part of them; in a deterministic call row by
 // row, in turns. What follows from the tile is found anew at each step.
-struct Steps {
+struct StepIterator {
     int head, index, begin;  // of the next step, counted among the tile's; of its run
     int left;                // where CTAs share a tile
     __device__ __forceinline__ bool more(const TileInfo& t) const {
@@ -54,8 +54,8 @@ __device__ __forceinline__ int count_tiles_before(const Call& call, const TileIn
     return t.position / KEYS - max(0, row - t.diagonal - call.left) / KEYS;
 }
 
-__device__ __forceinline__ Steps find_steps(const Call& call, const TileInfo& t) {
-    Steps s = {t.head_kv * call.group, 0, 0, t.num_tiles_of_keys * call.group};
+__device__ __forceinline__ StepIterator find_steps(const Call& call, const TileInfo& t) {
+    StepIterator s = {t.head_kv * call.group, 0, 0, t.num_tiles_of_keys * call.group};
     if (CLUSTER_SPLIT > 1 && s.left) {
         const int split = blockIdx.x % CLUSTER / (CLUSTER / CLUSTER_SPLIT);
         if (DETERMINISTIC) {

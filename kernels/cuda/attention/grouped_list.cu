@@ -143,8 +143,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) make_grouped_list(const __
     __shared__ Shared m;
     __shared__ int keys_of_all, parts_of_all, short_order[SHORT * MAX_ENTRIES];
     __shared__ TileParts short_tile_parts[SHORT];
-    const int pairs = call.sequences * call.heads_kv;
-    const int begin = begin_of_section(blockIdx.x, pairs), end = begin_of_section(blockIdx.x + 1, pairs);
+    const int num_bh = call.sequences * call.heads_kv;
+    const int begin = begin_of_section(blockIdx.x, num_bh), end = begin_of_section(blockIdx.x + 1, num_bh);
     const int first = (u32)begin / (u32)call.heads_kv, last = (u32)(end - 1) / (u32)call.heads_kv;
     if (threadIdx.x < call.groups) {  // all that a section of one sequence reads comes at once
         prefetch(call.cu_q[threadIdx.x] + first);

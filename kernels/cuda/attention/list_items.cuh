@@ -55,9 +55,9 @@ __device__ __forceinline__ int count_one(int* counters, int counter) {
 }
 
 // First of the pairs of a section: as many to each as can be, to the last no fewer than to others.
-__device__ __forceinline__ int begin_of_section(int section, int pairs) {
-    if (pairs < 1 << 16) return (u32)section * (u32)pairs / gridDim.x;  // no more sections than pairs
-    return (int)((i64)section * pairs / gridDim.x);
+__device__ __forceinline__ int begin_of_section(int section, int num_bh) {
+    if (num_bh < 1 << 16) return (u32)section * (u32)num_bh / gridDim.x;  // no more sections than pairs
+    return (int)((i64)section * num_bh / gridDim.x);
 }
 
 // A number that the host has prepared as a divisor: a division takes 25 instructions, this one 3.

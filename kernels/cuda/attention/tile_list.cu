@@ -124,8 +124,8 @@ __device__ __forceinline__ void for_tiles(const Call& call, Shared& m, int begin
 extern "C" __global__ void __launch_bounds__(THREADS) make_tile_list(const __grid_constant__ Call call) {
     __shared__ Shared m;
     begin_early();  // what reads the list may come to the device now, and waits for it
-    const int pairs = call.sequences * call.heads_kv;
-    const int begin = begin_of_section(blockIdx.x, pairs), end = begin_of_section(blockIdx.x + 1, pairs);
+    const int num_bh = call.sequences * call.heads_kv;
+    const int begin = begin_of_section(blockIdx.x, num_bh), end = begin_of_section(blockIdx.x + 1, num_bh);
     m.counters[threadIdx.x] = 0;
 
     // Tiles of earlier pairs.

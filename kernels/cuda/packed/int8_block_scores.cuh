@@ -16,7 +16,7 @@ __device__ __forceinline__ u32 fragment_of_tile(const Query& query, int j, int t
     return tile % 2 ? both.y : both.x;
 }
 
-// Adds the products of the runs from BLOCK on, whose words begin at WORD, in half steps of the query.
+// Adds the products of the runs from BLOCK on, whose words begin at WORD, in half units of the query.
 template <int PROFILE, int BLOCK, int WORD>
 __device__ __forceinline__ void add_runs(const Item& item, const Query& query, float (&s)[8][LANE_ROWS],
                                          int lane) {

@@ -39,8 +39,8 @@ __device__ __forceinline__ void update_row_max(float (&s)[8][LANE_ROWS], const S
     u32 largest = 0;
     bool exponent_changes = !HAS_SCALES && !BF16 && (WIDTHS_V & CODED) && state.scale_limit != NO_SCALE;
     if (HAS_SCALES) {
-        const __half2* pairs = (const __half2*)scales.pairs;
-        const __half2 pair = __hmax2(__hmax2(pairs[0], pairs[1]), __hmax2(pairs[2], pairs[3]));
+        const __half2* x = (const __half2*)scales.half2s;
+        const __half2 pair = __hmax2(__hmax2(x[0], x[1]), __hmax2(x[2], x[3]));
         largest = *(const u32*)&pair;
         exponent_changes = !__hble2(pair, *(const __half2*)&state.scale_limit);
     }

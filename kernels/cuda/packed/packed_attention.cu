@@ -73,7 +73,7 @@ struct RawQuery {
     u32 q[PAIRS_OF_LANE];
     __half2 mean[PAIRS_OF_LANE];
     u16 shifts[PAIRS_OF_LANE];
-    // With PROFILES: the rotary pairs at these places, the gain of their block.
+    // With PROFILES: the rotary pairs at these positions, the gain of their block.
     u16 order[PAIRS_OF_LANE];
     float gain[PAIRS_OF_LANE];
     u16 exponents;  // of keys and values
@@ -116,40 +116,40 @@ __device__ __forceinline__ int value_exponent(const RawQuery& raw) {
 __device__ __forceinline__ void rotate_query(const RawQuery& raw, float scale_log2, float* x, int lane) {
     float bias = 0.f, amax = 0.f;
     scale_log2 = times_exp2(scale_log2, key_exponent(raw));
-    float2 pairs[PAIRS_OF_LANE];
+    float2 channel_pairs[PAIRS_OF_LANE];
 #pragma unroll
     for (int i = 0; i < PAIRS_OF_LANE; ++i) {
-        pairs[i] = {0.f, 0.f};
+        channel_pairs[i] = {0.f, 0.f};
         if (HEAD_DIM % 64 && lane + 32 * i >= HEAD_DIM / 2) break;
         const float2 pair = unpack_pair(raw.q[i]), m = __half22float2(raw.mean[i]);
         const float low = exp2_exact(raw.shifts[i] & 255), high = exp2_exact(raw.shifts[i] >> 8);
-        pairs[i] = {pair.x * low * (KEY_NORM * scale_log2), pair.y * high * (KEY_NORM * scale_log2)};
+        channel_pairs[i] = {pair.x * low * (KEY_NORM * scale_log2), pair.y * high * (KEY_NORM * scale_log2)};
         bias += pair.x * m.x + pair.y * m.y;
     }
     if (IN_BLOCKS) {
 #pragma unroll
-        for (int i = 0; i < PAIRS_OF_LANE; ++i) ((float2*)x)[lane + 32 * i] = pairs[i];
+        for (int i = 0; i < PAIRS_OF_LANE; ++i) ((float2*)x)[lane + 32 * i] = channel_pairs[i];
         __syncwarp();  // the row is written
 #pragma unroll
         for (int i = 0; i < PAIRS_OF_LANE; ++i) {
             const float* const half = x + channel_of_position(0, 2 * lane + 64 * i);
-            pairs[i] = {half[raw.order[i] & 255], half[raw.order[i] >> 8]};
+            channel_pairs[i] = {half[raw.order[i] & 255], half[raw.order[i] >> 8]};
         }
         __syncwarp();  // every lane has its channels
     }
-    hadamard_row<KEY_BLOCK>(pairs, lane);
+    hadamard_row<KEY_BLOCK>(channel_pairs, lane);
     if (IN_BLOCKS) {
 #pragma unroll
         for (int i = 0; i < PAIRS_OF_LANE; ++i) {
             const float inverse = __fdividef(1.f, raw.gain[i]);
-            pairs[i] = {pairs[i].x * inverse, pairs[i].y * inverse};
+            channel_pairs[i] = {channel_pairs[i].x * inverse, channel_pairs[i].y * inverse};
         }
     }
 #pragma unroll
     for (int i = 0; i < PAIRS_OF_LANE; ++i) {
         if (HEAD_DIM % 64 && lane + 32 * i >= HEAD_DIM / 2) break;
-        ((float2*)x)[lane + 32 * i] = pairs[i];
-        amax = fmaxf(amax, fmaxf(fabsf(pairs[i].x), fabsf(pairs[i].y)));
+        ((float2*)x)[lane + 32 * i] = channel_pairs[i];
+        amax = fmaxf(amax, fmaxf(fabsf(channel_pairs[i].x), fabsf(channel_pairs[i].y)));
     }
 #pragma unroll
     for (int bit = 1; bit < 32; bit *= 2) {
@@ -169,16 +169,17 @@ __device__ __forceinline__ void rotate_query(const RawQuery& raw, float scale_lo
 __device__ __forceinline__ void write_row(const Call& call, const Sequence& s, int row, const float* x,
                                           int exponent, int lane) {
     const float row_max = x[HEAD_DIM], sum = x[HEAD_DIM + 1];
-    float2 pairs[PAIRS_OF_LANE];
+    float2 channel_pairs[PAIRS_OF_LANE];
 #pragma unroll
     for (int i = 0; i < PAIRS_OF_LANE; ++i)
-        pairs[i] = lane + 32 * i < HEAD_DIM / 2 ? ((const float2*)x)[lane + 32 * i] : float2{0.f, 0.f};
-    if (WIDTHS_V & CODED) hadamard_row<HADAMARD_BLOCK>(pairs, lane);
+        channel_pairs[i] =
+            lane + 32 * i < HEAD_DIM / 2 ? ((const float2*)x)[lane + 32 * i] : float2{0.f, 0.f};
+    if (WIDTHS_V & CODED) hadamard_row<HADAMARD_BLOCK>(channel_pairs, lane);
 #pragma unroll
     for (int i = 0; i < PAIRS_OF_LANE; ++i) {
         const int channel = 2 * (lane + 32 * i);
-        if ((WIDTHS_V & CODED) && turns_sign(channel)) pairs[i].x = -pairs[i].x;
-        if ((WIDTHS_V & CODED) && turns_sign(channel + 1)) pairs[i].y = -pairs[i].y;
+        if ((WIDTHS_V & CODED) && turns_sign(channel)) channel_pairs[i].x = -channel_pairs[i].x;
+        if ((WIDTHS_V & CODED) && turns_sign(channel + 1)) channel_pairs[i].y = -channel_pairs[i].y;
     }
     const RowCoord p = row_coord(call, s, row);
     const u64 heads = call.heads_kv * call.group, seqlen_q = (u32)call.rows / (u32)call.group;
@@ -187,7 +188,7 @@ __device__ __forceinline__ void write_row(const Call& call, const Sequence& s, i
 #pragma unroll
     for (int i = 0; i < PAIRS_OF_LANE; ++i) {
         if (lane + 32 * i < HEAD_DIM / 2) {
-            float2 y = {pairs[i].x * factor, pairs[i].y * factor};
+            float2 y = {channel_pairs[i].x * factor, channel_pairs[i].y * factor};
             if (WIDTHS_V & CODED) y = {times_exp2(y.x, exponent), times_exp2(y.y, exponent)};
             out[lane + 32 * i] = pack_pair(y.x, y.y);
         }

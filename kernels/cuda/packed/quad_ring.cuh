@@ -31,7 +31,7 @@ __device__ __forceinline__ bool is_one_item(int bits_k, int bits_v) {
     return ALL_ARE_ONE || (MAY_BE_ONE && bits_k + bits_v <= 8);
 }
 
-// Of a side of a page: bytes of codes, and of these and their steps.
+// Of a side of a page: bytes of codes, and of these and their scales.
 __device__ __forceinline__ u32 code_bytes(int bits) {
     return 128 * words_of(bits, TILES_D);
 }
@@ -148,7 +148,7 @@ __device__ __forceinline__ void ask_for_page(const Part& part, const u8* record,
     if (copied) copy_bulk(to, from, part.bytes, label + BARRIER);
 }
 
-// Scales of the lane's slots of the four pages, of steps `from` bytes behind the beginning of pages.
+// Scales of the lane's slots of the four pages, whose bytes begin `from` behind the beginning of a page.
 __device__ __forceinline__ Scales load_scales(const Item& item, u32 from, int lane) {
     u32 bytes[2];
 #pragma unroll
@@ -170,7 +170,7 @@ __device__ __forceinline__ Scales load_live_scales(const Item& item, u32 from, c
             const int slot = lane / 4 * 2 + i % 2;
             const u32 live = (slot < tokens_of(words.of[i / 2 * 2]) ? 0xffffu : 0u) |
                              (slot < tokens_of(words.of[i / 2 * 2 + 1]) ? 0xffff0000u : 0u);
-            *(u32*)&r.pairs[i] &= live;
+            *(u32*)&r.half2s[i] &= live;
         }
     }
     return r;

@@ -6,7 +6,7 @@
 // goes on where it is.
 //
 // What a step waits for here is latency, so work that depends on nothing is done side by side: each of the
-// steps that may be tried for a vector has a warp, the one of the step that is found stores its codes, and
+// scales that may be tried for a vector has a warp, the one of the scale that is found stores its codes, and
 // addresses are asked for while vectors are rotated. Where nothing is tried, as at 8 bits, a vector has
 // one warp.
 //
@@ -15,7 +15,7 @@
 // head are changed, and the new tokens stored once more.
 //
 // Threads and data
-//   CTA   one (KV head, row) = bh; 16 warps; a vector has VECTOR_WARPS, one for each step that is tried
+//   CTA   one (KV head, row) = bh; 16 warps; a vector has VECTOR_WARPS, one for each scale that is tried
 //   vector  0: keys of the new tokens, one after another; 1: values. The first query rows (step, head of the
 //         group) go to the other warps, those that are left to all warps one after another.
 //   lane  of a vector to be stored: elements lane + 32 j; of a query row: pairs of elements lane + 32 i, and
@@ -114,7 +114,7 @@ struct alignas(16) Scratch {
 #endif
 };
 
-// Which of the steps that are tried is the one; all warps of a vector meet. The two in the middle are those
+// Which of the scales that are tried is the one; all warps of a vector meet. The two in the middle are those
 // next to the guess; the one beyond the better of them counts if it is better still.
 template <int TRIES>
 __device__ __forceinline__ u32 best_of(Scratch& scratch, u32 error, int vector, int rank, int stage,
@@ -146,7 +146,7 @@ __device__ __forceinline__ void store_details(const Append& call, const Slot& sl
             encode_importance(call.observed == ONE ? 1.f : __fdiv_rn(1.f, fmaxf(norm, 1e-6f)));
 }
 
-// Stores one side of a new token; warp `rank` of the vector tries one step. Where there is nothing to try,
+// Stores one side of a new token; warp `rank` of the vector tries one scale. Where there is nothing to try,
 // the first warp does all. BITS of keys may be a profile.
 template <int BITS>
 __device__ __forceinline__ void store_token(const Append& call, bool is_key, const NewToken& at,
@@ -205,7 +205,7 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
             const Range range = range_of(rotated, BITS);
             Magnitudes magnitudes;
             if constexpr (BITS < 8) to_magnitudes(rotated, range, magnitudes, lane);
-            const Guess guess = guess_step<BITS>(rotated, range, magnitudes);
+            const Guess guess = guess_scale<BITS>(rotated, range, magnitudes);
             u32 found = guess.bits;
             if constexpr (takes_nearest(BITS)) {
                 found = nearest_byte(found);
@@ -215,7 +215,7 @@ __device__ __forceinline__ void store_token(const Append& call, bool is_key, con
                 best = best_of<tries_of(BITS)>(scratch, error, is_key ? 0 : 1, rank, stage, lane);
                 found = lowest + best;
             }
-            byte = guess.counts ? found : rotated.finite ? 0 : NAN_STEP;
+            byte = guess.counts ? found : rotated.finite ? 0 : NAN_SCALE;
             if (rank == best) to_codes<BITS>(rotated, range, found, guess.counts, codes);
         }
     }

@@ -8,7 +8,7 @@
 
 enum Side { KEYS, VALUES };
 
-// Bytes of the codes of a side of a page, and of its steps.
+// Bytes of the codes of a side of a page, and of its scales.
 __host__ __device__ constexpr int code_bytes(int bits) {
     return 128 * words_of(bits, HEAD_DIM / 16);
 }

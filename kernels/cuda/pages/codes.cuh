@@ -133,10 +133,10 @@ __host__ __device__ constexpr bool turns_sign(u32 channel) {
 // Scales of slots 2 g and 2 g + 1 of four pages as float16, of which a byte is the bits without sign and
 // without the lower 7 of the mantissa: two pages at a time, slot 2 g, then slot 2 g + 1.
 struct Scales {
-    __half2 pairs[4];
+    __half2 half2s[4];
 
     __device__ __forceinline__ float at(int i) const {  // slot 2 g + i % 2 of page i / 2
-        const __half2 pair = pairs[i / 4 * 2 + i % 2];
+        const __half2 pair = half2s[i / 4 * 2 + i % 2];
         return i / 2 % 2 ? __high2float(pair) : __low2float(pair);
     }
 };
@@ -147,8 +147,8 @@ __device__ __forceinline__ Scales scales_of(const u32 (&bytes)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const u32 even = (bytes[i] & 0x00ff00ffu) << 7, odd = (bytes[i] >> 1) & 0x7f807f80u;
-        r.pairs[2 * i] = *(const __half2*)&even;
-        r.pairs[2 * i + 1] = *(const __half2*)&odd;
+        r.half2s[2 * i] = *(const __half2*)&even;
+        r.half2s[2 * i + 1] = *(const __half2*)&odd;
     }
     return r;
 }

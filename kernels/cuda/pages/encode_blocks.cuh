@@ -31,8 +31,8 @@ struct Mantissas {
     // That of a block and a row, raised by a power of 2 (`raised_by`); zeros may have any, up to `most`.
     template <bool STORED>
     __device__ __forceinline__ u32 raised(int block, int row, u32 by, u32 most) const {
-        const u32 step = row ? scales.high : scales.low;
-        return __viaddmin_u16x2(STORED && step ? step : gains[block], by, most);
+        const u32 scale = row ? scales.high : scales.low;
+        return __viaddmin_u16x2(STORED && scale ? scale : gains[block], by, most);
     }
 };
 constexpr u32 MAX_RAISED = 0x7000;  // 8192: no number has more
@@ -159,7 +159,7 @@ struct Sizes {
         });
     }
 
-    // Adds up the sizes of a width, or with FOLDED what is left of them after every fold, given the steps of
+    // Adds up the sizes of a width, or with FOLDED what is left of them after every fold, given the scales of
     // both rows four times a word.
     template <int WIDTH, bool FOLDED>
     __device__ __forceinline__ void add_up(ByteSums& sums, u32 low, u32 high) const {
@@ -190,9 +190,9 @@ struct Sizes {
         all[0] = of_2.of_row(lane), all[1] = of_4.of_row(lane);
     }
 
-    // The error of a step of this lane's row in blocks of a width, but for the sum of squares of sizes, given
-    // words of bytes with the steps of both rows, and of its own: bytes 0 and 1, or with TWO in lanes u = 2
-    // and 3 two further on. Distances to the grid are what is left of sizes when they are folded at the
+    // The error of a scale of this lane's row in blocks of a width, but for the sum of squares of sizes,
+    // given words of bytes with the scales of both rows, and of its own: bytes 0 and 1, or with TWO in lanes
+    // u = 2 and 3 two further on. Distances to the grid are what is left of sizes when they are folded at the
     // middles of what is left of the grid, and the last square is one of the fold before, and so on
     // (pages/encode_tile.cuh).
     template <int WIDTH, bool TWO>
@@ -206,12 +206,12 @@ struct Sizes {
             add_up<WIDTH, true>(sums[i], byte_of(scales.low, BYTE + 2 * i),
                                 byte_of(scales.high, BYTE + 2 * i));
         const bool upper = TWO && lane & 2;
-        const int step = mine >> (upper ? 16 + 8 * BYTE : 8 * BYTE) & 255,
+        const int scale = mine >> (upper ? 16 + 8 * BYTE : 8 * BYTE) & 255,
                   sum = upper ? sums[1].of_row(lane) : sums[0].of_row(lane);
-        return step * (OF_SQUARES * step - (all[BYTE] << WIDTH) - 2 * sum);
+        return scale * (OF_SQUARES * scale - (all[BYTE] << WIDTH) - 2 * sum);
     }
 
-    // The same in all of them, given the steps of this lane's row.
+    // The same in all of them, given the scales of this lane's row.
     template <bool TWO>
     __device__ __forceinline__ int error_of(u32 mine, u32 lane) const {
         const Two<u32> scales = of_both(mine);
@@ -219,10 +219,10 @@ struct Sizes {
     }
 };
 
-// Steps of two bytes of 2 and of 4 bits, rounded down to whole units: bytes of a word.
+// Scales of two bytes of 2 and of 4 bits, rounded down to whole units: bytes of a word.
 __device__ __forceinline__ u32 scales_of_widths(u32 low, u32 high, float in_units) {
-    const float as_half = in_units * power_of_two(-24), first = step_value(low) * as_half,
-                second = step_value(high) * as_half;
+    const float as_half = in_units * power_of_two(-24), first = scale_of_byte(low) * as_half,
+                second = scale_of_byte(high) * as_half;
     const auto whole = [&](float times, u32 most) {
         u32 r;
         asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(second * times), "f"(first * times));
@@ -231,10 +231,10 @@ __device__ __forceinline__ u32 scales_of_widths(u32 low, u32 high, float in_unit
     return whole(32.f, 127) | whole(12.f, 31) << 8;
 }
 
-// Finds the byte of the step of this lane's row. STORED: rows may come from codes.
+// Finds the byte of the scale of this lane's row. STORED: rows may come from codes.
 template <u32 PROFILE, bool STORED>
-__device__ __forceinline__ u32 search_step(const Sizes<PROFILE>& sizes, const float (&counted)[KEY_BLOCKS],
-                                           int unit, bool decoded, u32 lane) {
+__device__ __forceinline__ u32 search_scale(const Sizes<PROFILE>& sizes, const float (&counted)[KEY_BLOCKS],
+                                            int unit, bool decoded, u32 lane) {
     const u32 guess = guess_of_blocks(counted, PROFILE, STORED && decoded, unit), below = below_guess(guess);
     const float in_units = power_of_two(-unit);
     const int error = sizes.template error_of<true>(scales_of_widths(below, below + 1, in_units), lane) +
@@ -251,18 +251,18 @@ __device__ __forceinline__ u32 search_step(const Sizes<PROFILE>& sizes, const fl
     return guess >= MIN_GUESS ? best : 0u;
 }
 
-// From units of sizes to those of codes of a width, given the step: binary orders.
-__device__ __forceinline__ int raised_for_codes(int width, float step, int unit) {
-    return unit + 3 + code_parts(width) - exponent_of(step * (float)factor_of_width(width));
+// From units of sizes to those of codes of a width, given the scale: binary orders.
+__device__ __forceinline__ int raised_for_codes(int width, float scale, int unit) {
+    return unit + 3 + code_parts(width) - exponent_of(scale * (float)factor_of_width(width));
 }
 
-// Makes the numbers of the blocks of a width codes for the step of this lane's row, or those of zeros for
+// Makes the numbers of the blocks of a width codes for the scale of this lane's row, or those of zeros for
 // byte 0. `exponent`: what numbers are multiplied by besides mantissas.
 template <u32 PROFILE, int WIDTH, bool STORED>
 __device__ __forceinline__ void to_codes(Vectors& x, const Mantissas& mantissas, int exponent, u32 byte) {
     if constexpr (has_width<PROFILE>(WIDTH)) {
         // Half a cell in units of codes: its mantissa, and an exponent that all have.
-        const float half_cell = step_value(max(byte, 1u)) * (float)factor_of_width(WIDTH);
+        const float half_cell = scale_of_byte(max(byte, 1u)) * (float)factor_of_width(WIDTH);
         const float up = Grid<WIDTH>::of_unit(
             reciprocal_of(__uint_as_float((__float_as_uint(half_cell) & 0x7fffffu) |
                                           __float_as_uint(power_of_two(3 + code_parts(WIDTH) - 24)))));
@@ -293,7 +293,7 @@ __device__ __forceinline__ void to_codes(Vectors& x, const Mantissas& mantissas,
     }
 }
 
-// Makes keys in blocks codes of a profile; returns the byte of the step of this lane's row.
+// Makes keys in blocks codes of a profile; returns the byte of the scale of this lane's row.
 template <u32 PROFILE, bool STORED>
 __device__ __forceinline__ u32 encode_keys(Vectors& x, const Loaded& loaded, const Frame& frame, u32 lane) {
     constexpr bool SEARCHED = has_width<PROFILE>(2) || has_width<PROFILE>(4);
@@ -301,7 +301,7 @@ __device__ __forceinline__ u32 encode_keys(Vectors& x, const Loaded& loaded, con
     const float gains[KEY_BLOCKS] = {of_frame.x, of_frame.y, of_frame.z, of_frame.w};
     Mantissas mantissas;
     (uint4&)mantissas.gains = *(const uint4*)frame.mantissas;
-    // A row that comes from codes has no gains, but its step has a mantissa.
+    // A row that comes from codes has no gains, but its scale has a mantissa.
     const bool decoded = STORED && loaded.decoded;
     const auto gain = [&](int b) { return decoded ? 1.f : gains[b]; };
     if (STORED) {
@@ -351,7 +351,7 @@ __device__ __forceinline__ u32 encode_keys(Vectors& x, const Loaded& loaded, con
             });
         }
         sizes.sum_up(lane);
-        byte = search_step<PROFILE, STORED>(sizes, counted, range.unit, decoded, lane);
+        byte = search_scale<PROFILE, STORED>(sizes, counted, range.unit, decoded, lane);
     } else {
         byte = guess_of(range.counted, 0.f, 0.f, false, range.unit, 8);
     }
@@ -361,7 +361,7 @@ __device__ __forceinline__ u32 encode_keys(Vectors& x, const Loaded& loaded, con
     int raised[3], least_raised = 127;
 #pragma unroll
     for (int i = 0; i < 3; ++i) {
-        raised[i] = raised_for_codes(WIDTHS[i], step_value(max(byte, 1u)), range.unit);
+        raised[i] = raised_for_codes(WIDTHS[i], scale_of_byte(max(byte, 1u)), range.unit);
         if (has_width<PROFILE>(WIDTHS[i])) least_raised = min(least_raised, raised[i]);
     }
     const bool exact = loses_bits(exponent_of(least) + exponent + least_raised);
@@ -381,5 +381,5 @@ __device__ __forceinline__ u32 encode_keys(Vectors& x, const Loaded& loaded, con
     to_codes<PROFILE, 2, STORED>(x, mantissas, raised[0], byte);
     to_codes<PROFILE, 4, STORED>(x, mantissas, raised[1], byte);
     to_codes<PROFILE, 8, STORED>(x, mantissas, raised[2], byte);
-    return finite ? byte : NAN_STEP;
+    return finite ? byte : NAN_SCALE;
 }

@@ -1,5 +1,5 @@
 // Sixteen rotated vectors into codes, a warp, bit for bit as kvlab/reference/pages.py: magnitudes and errors
-// of steps in bytes, then codes, in float16 below 8 bits. Threads and data are those of pages/vectors.cuh.
+// of scales in bytes, then codes, in float16 below 8 bits. Threads and data are those of pages/vectors.cuh.
 #pragma once
 
 #include "pages/vectors.cuh"
@@ -50,12 +50,12 @@ __device__ __forceinline__ void to_magnitudes(const Vectors& x, Two<u32> factors
                 __byte_perm(pair_product(x[t][i], by[i]), pair_product(x[t][i + 2], by[i]), 0x6420);
 }
 
-// What this lane adds to the errors of a step of rows g and g + 8, given four times a word. A distance to the
-// grid is what is left of a size when it is folded in the middle of what is left of the grid, BITS times:
+// What this lane adds to the errors of a scale of rows g and g + 8, given four times a word. A distance to
+// the grid is what is left of a size when it is folded in the middle of what is left of the grid, BITS times:
 // four an instruction. A square of the last, (a - s)^2, is one of the fold before, a, and a itself; so are
 // those before it. At 2 and 3 bits sums of folded magnitudes are all there is to add up, the last at once.
 template <int BITS>
-__device__ __forceinline__ void add_up(const Magnitudes& magnitudes, const u32 (&step)[2], u32 (&sums)[2]) {
+__device__ __forceinline__ void add_up(const Magnitudes& magnitudes, const u32 (&scale)[2], u32 (&sums)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         u32 outer = 0, inner = 0;
@@ -64,27 +64,27 @@ __device__ __forceinline__ void add_up(const Magnitudes& magnitudes, const u32 (
             u32 left = magnitudes[t][i];
             if constexpr (BITS == 4) {
 #pragma unroll
-                for (int k = BITS - 1; k >= 0; --k) left = distances(left, step[i] << k);
+                for (int k = BITS - 1; k >= 0; --k) left = distances(left, scale[i] << k);
                 inner = __dp4a(left, left, inner);
             } else {
                 if constexpr (BITS == 3) {
-                    outer = add_distances(left, step[i] << 2, outer);
-                    left = distances(left, step[i] << 2);
+                    outer = add_distances(left, scale[i] << 2, outer);
+                    left = distances(left, scale[i] << 2);
                 }
-                inner = add_distances(left, step[i] << 1, inner);
+                inner = add_distances(left, scale[i] << 1, inner);
             }
         }
         sums[i] = 2 * outer + inner;
     }
 }
 
-// The squared error of a step of this lane's row, less the sum of squares of magnitudes below 4 bits, where
+// The squared error of a scale of this lane's row, less the sum of squares of magnitudes below 4 bits, where
 // `all` is the sum of magnitudes.
 template <int BITS>
-__device__ __forceinline__ int error_of(u32 sum, int step, int all) {
+__device__ __forceinline__ int error_of(u32 sum, int scale, int all) {
     if constexpr (BITS == 4) return (int)sum;
-    constexpr int OF_SQUARES = ((1 << 2 * BITS) - 1) / 3 * 16 * COMPARED;  // squares of 1, 2, 4 ... steps
-    return step * (OF_SQUARES * step - (all << BITS) - 2 * (int)sum);
+    constexpr int OF_SQUARES = ((1 << 2 * BITS) - 1) / 3 * 16 * COMPARED;  // squares of 1, 2, 4 ... scales
+    return scale * (OF_SQUARES * scale - (all << BITS) - 2 * (int)sum);
 }
 
 // Four times the i-th of the bytes of a word.
@@ -98,15 +98,15 @@ __device__ __forceinline__ u32 best_byte(const Magnitudes& magnitudes, u32 below
                                          u32 lane) {
     constexpr bool WALKS = BITS < 4;
     const u32 middle = integer_scales(below, unit, BITS);
-    u32 mine = __byte_perm(middle, 0, 0x4420);  // steps, a byte each
+    u32 mine = __byte_perm(middle, 0, 0x4420);  // scales, a byte each
     if (WALKS) {
         const u32 low = integer_scales(below - 1, unit, BITS), high = integer_scales(below + 2, unit, BITS);
         mine |= low << 16 | high << 24;
     }
     const Two<u32> scales = of_both(mine);
     const auto add = [&](int low, int high, u32(&sums)[2]) {
-        const u32 step[2] = {byte_of(scales.low, low), byte_of(scales.high, high)};
-        add_up<BITS>(magnitudes, step, sums);
+        const u32 scale[2] = {byte_of(scales.low, low), byte_of(scales.high, high)};
+        add_up<BITS>(magnitudes, scale, sums);
     };
     u32 first[2], second[2];
     add(0, 0, first), add(1, 1, second);
@@ -123,11 +123,11 @@ __device__ __forceinline__ u32 best_byte(const Magnitudes& magnitudes, u32 below
     return below + up;
 }
 
-// Finds the byte of the step of this lane's row, of numbers times `factor`, or 0. What it finds for zeros on
+// Finds the byte of the scale of this lane's row, of numbers times `factor`, or 0. What it finds for zeros on
 // the way means nothing. STORED: some rows may come from codes, as `decoded` says.
 template <int BITS, bool STORED>
-__device__ __forceinline__ u32 search_step(const Vectors& x, float factor, const Range& range, bool decoded,
-                                           u32 lane) {
+__device__ __forceinline__ u32 search_scale(const Vectors& x, float factor, const Range& range, bool decoded,
+                                            u32 lane) {
     if constexpr (BITS == 8) {
         return guess_of(range.counted, 0.f, 0.f, false, range.unit, 8);
     } else {
@@ -203,10 +203,10 @@ __device__ __forceinline__ float reciprocal_of(float x) {
     return r;
 }
 
-// Makes numbers times `factor` codes for the step of this lane's row.
+// Makes numbers times `factor` codes for the scale of this lane's row.
 template <int BITS>
 __device__ __forceinline__ void to_codes(Vectors& x, float factor, const Range& range, u32 byte) {
-    const float value = step_value(max(byte, 1u));
+    const float value = scale_of_byte(max(byte, 1u));
     const int unit = exponent_of(value) - 3 - code_parts(BITS);
     factor *= power_of_two(range.unit + 7 - range.exponent - unit);
     if (BITS == 8 && LOG_BLOCK % 2) {
@@ -247,11 +247,11 @@ __device__ __forceinline__ void to_codes(Vectors& x, float factor, const Range& 
     }
 }
 
-// Makes numbers codes; returns the byte of the step of this lane's row. STORED: rows may come from codes.
+// Makes numbers codes; returns the byte of the scale of this lane's row. STORED: rows may come from codes.
 template <int BITS, bool STORED>
 __device__ __forceinline__ u32 encode(Vectors& x, const Loaded& loaded, u32 lane) {
     const Range range = range_of(largest_of(x, lane) * (float)(1 << 24) * loaded.factor, BITS);
-    const u32 byte = search_step<BITS, STORED>(x, loaded.factor, range, loaded.decoded, lane);
+    const u32 byte = search_scale<BITS, STORED>(x, loaded.factor, range, loaded.decoded, lane);
     to_codes<BITS>(x, loaded.factor, range, byte);
     return byte;
 }

@@ -223,7 +223,7 @@ __device__ __forceinline__ u8* read_again(u8* const& from) {
 // Stores the scales of a page, of this lane's row the one with that byte, behind codes of so many bytes.
 __device__ __forceinline__ void store_scales(u8* codes, int bytes, u32 byte, const Loaded& loaded, u32 lane) {
     if (lane % 4 < 2)  // of slot 2 g or 2 g + 1
-        codes[bytes + lane / 4 * 2 + lane % 4] = (u8)(loaded.finite ? byte : NAN_STEP);
+        codes[bytes + lane / 4 * 2 + lane % 4] = (u8)(loaded.finite ? byte : NAN_SCALE);
 }
 
 template <int BITS>

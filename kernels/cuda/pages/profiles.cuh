@@ -59,7 +59,7 @@ __device__ __forceinline__ void with_profile(u32 profile, const F& f) {
 }
 #endif
 
-// Half a cell in steps: `FACTORS`.
+// Half a cell in scales: `FACTORS`.
 __host__ __device__ constexpr int factor_of_width(int width) {
     return width == 2 ? 32 : width == 4 ? 12 : width == 8 ? 1 : 0;
 }

@@ -22,14 +22,14 @@ constexpr int RUN = 16;  // pages that a warp copies, one after the other
 
 struct Rows {
     const LayerState *from, *to, *sources;
-    const int* rows;     // [batch of `to`]
-    const int* origins;  // [batch of `to`]
-    const int* kept;     // [batch of `from`]: whether a row keeps its pages
-    u32* free_numbers;   // [layers][capacity]: numbers that are free, rung by rung
-    PageCopy* copies;    // [layers][capacity]: kept pages that move
-    int* num_copies;     // [layers]
-    const int* targets;  // [num_targets]: 2 * row + 1 if the next row gets the same pages, or else 2 * row
-    int capacity, head_dim, num_targets;
+    const int* rows;         // [batch of `to`]
+    const int* origins;      // [batch of `to`]
+    const int* kept;         // [batch of `from`]: whether a row keeps its pages
+    u32* free_numbers;       // [layers][capacity]: numbers that are free, rung by rung
+    PageCopy* copies;        // [layers][capacity]: kept pages that move
+    int* num_copies;         // [layers]
+    const int* copied_rows;  // [num_copied_rows]: 2 * row, and 1 more if the next row gets the same pages
+    int capacity, head_dim, num_copied_rows;
 };
 
 // The exclusive number of threads before this one for which `mine` holds, and of all; all threads.
@@ -271,13 +271,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) move_kept(const __grid_con
 extern "C" __global__ void __launch_bounds__(THREADS, 4) gather_pages(const __grid_constant__ Rows call) {
     const LayerState &f = call.from[blockIdx.y], &s = call.to[blockIdx.y], &o = call.sources[blockIdx.y];
     const int warps = gridDim.x * (THREADS / 32), lane = threadIdx.x % 32;
-    const u32 targets = call.num_targets, of_head = (s.entries + RUN - 1) / RUN * targets,
+    const u32 copied = call.num_copied_rows, of_head = (s.entries + RUN - 1) / RUN * copied,
               all = s.heads * of_head;
 #pragma unroll 1
     for (u32 n = blockIdx.x * (THREADS / 32) + threadIdx.x / 32; n < all; n += warps) {
         // Rows go fastest: those that get the same pages read them at about the same time, from L2 but once.
-        const int head = n / of_head, entry = (n - head * of_head) / targets * RUN + lane;
-        const int target = call.targets[n % targets], row = target >> 1;
+        const int head = n / of_head, entry = (n - head * of_head) / copied * RUN + lane;
+        const int copied_row = call.copied_rows[n % copied], row = copied_row >> 1;
         const int bh = row * s.heads + head, origin = s.waits[row] ? call.rows[row] : call.origins[row];
         const u64 i = (u64)bh * s.entries + entry;
         const bool waits = s.waits[row], is_page = lane < RUN && origin >= 0 && entry < s.num_pages[bh];
@@ -288,7 +288,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4) gather_pages(const __gr
             from =
                 waits ? (source * WAITING_PAGES + entry) * units : o.index[(u64)source * o.entries + entry];
             to = s.index[i];
-            if (target & 1) second = s.index[i + (u64)s.heads * s.entries];
+            if (copied_row & 1) second = s.index[i + (u64)s.heads * s.entries];
         }
         const u8* const sources = waits ? f.waiting : o.arena;
         for (int page = 0; page < RUN; ++page) {

@@ -1,10 +1,10 @@
-// Raw vectors into steps and codes of pages, a warp a vector, bit for bit as kvlab/reference/pages.py says.
+// Raw vectors into scales and codes of pages, a warp a vector, bit for bit as kvlab/reference/pages.py says.
 //
 // From the rounding to integers on all that decides a code is exact: sums are of integers and come
 // out the same in any order. Those of the rotation are 32-bit integers, which have bits to spare for a vector
 // in the finer unit of the mean: the difference is rotated at once, and rounded once. A rotated vector is
-// numbers of float16, whole multiples of 2^-24, two to a word. Where its step is looked for, elements and
-// steps are bytes, four to a word.
+// numbers of float16, whole multiples of 2^-24, two to a word. Where its scale is looked for, elements and
+// scales are bytes, four to a word.
 //
 // A lane has elements lane + 32 j. All lanes of a warp call what is here together.
 #pragma once
@@ -21,7 +21,7 @@ __device__ __forceinline__ bool is_there(int lane, int j) {
     return HEAD_DIM % 32 == 0 || lane + 32 * j < HEAD_DIM;
 }
 
-// How many warps look for the step of a vector, one for each that is tried.
+// How many warps look for the scale of a vector, one for each that is tried.
 __host__ __device__ constexpr int tries_of(int bits) {
     return bits >= 8 || takes_nearest(bits) ? 1 : bits == 4 ? 2 : 4;
 }
@@ -180,22 +180,23 @@ __device__ __forceinline__ u32 sum_of_squares(const Magnitudes& magnitudes) {
     return __reduce_add_sync(ALL_LANES, sum);
 }
 
-// What the search for a step begins with: a guess as `guess_of` gives it, and whether there is a step at all.
+// What the search for a scale begins with: a guess as `guess_of` gives it, and whether there is a scale at
+// all.
 struct Guess {
     u32 bits;
     bool counts;
 };
 
 template <int BITS>
-__device__ __forceinline__ Guess guess_step(const Rotated& x, const Range& range,
-                                            const Magnitudes& magnitudes) {
+__device__ __forceinline__ Guess guess_scale(const Rotated& x, const Range& range,
+                                             const Magnitudes& magnitudes) {
     const float sum = BITS < 4 ? (float)sum_of(magnitudes) : 0.f,
                 squares = BITS < 4 ? (float)sum_of_squares(magnitudes) : 0.f;
     const u32 guess = guess_of(range.counted, sum, squares, false, range.unit, BITS);
     return {guess, x.finite && (BITS == 8 ? guess > 0 : guess >= MIN_GUESS)};
 }
 
-// The squared error of the i-th step from `lowest` on: distances to the grid are what is left of magnitudes
+// The squared error of the i-th scale from `lowest` on: distances to the grid are what is left of magnitudes
 // when they are folded in the middle of what is left of the grid, BITS times.
 template <int BITS>
 __device__ __forceinline__ u32 error_of(const Magnitudes& magnitudes, const Range& range, u32 lowest, int i,
@@ -212,14 +213,14 @@ __device__ __forceinline__ u32 error_of(const Magnitudes& magnitudes, const Rang
     return sum_of_squares(left);
 }
 
-// Codes for a step, or the middle code for each element if it does not count.
+// Codes for a scale, or the middle code for each element if it does not count.
 template <int BITS>
 __device__ __forceinline__ void to_codes(const Rotated& x, const Range& range, u32 byte, bool counts,
                                          u32 (&codes)[PER_LANE]) {
     constexpr int CELLS = 1 << BITS;
     // Nothing of a code is lost in this product: quotients are not as near to integers.
     constexpr float NEARLY_ALL = CELLS * (1.f - 1.f / 65536);
-    const float value = step_value(byte);
+    const float value = scale_of_byte(byte);
     const int unit = exponent_of(value) - 3 - code_parts(BITS);
     float factor = x.factor * power_of_two(range.unit + 7 - range.exponent - unit);
     if (!counts) factor = 0.f;
@@ -236,7 +237,7 @@ __device__ __forceinline__ void to_codes(const Rotated& x, const Range& range, u
         factor *= power_of_two(down);
     }
     const u32 by = pack_halves(factor, factor);
-    // A step in units is this mantissa times a power of 2; cells are two of them, and numbers count 2^-24.
+    // A scale in units is this mantissa times a power of 2; cells are two of them, and numbers count 2^-24.
     const float cells = __uint_as_float((__float_as_uint(value) & 0x7fffffu) |
                                         __float_as_uint(power_of_two(3 + code_parts(BITS) + 1 + BITS - 24)));
     float per_unit;  // nearly; of the whole grid

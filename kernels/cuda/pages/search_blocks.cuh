@@ -1,4 +1,4 @@
-// Keys in blocks into steps and codes of a profile, a warp a vector, bit for bit as
+// Keys in blocks into scales and codes of a profile, a warp a vector, bit for bit as
 // kvlab/reference/blocks.py.
 //
 // A lane has positions lane + 32 j. Elements are numbers times what their block is multiplied by, in float32,
@@ -10,12 +10,12 @@
 
 constexpr u32 ALL_OF_8 = 0x8888;
 
-// Whether steps are compared, and not only large enough.
+// Whether scales are compared, and not only large enough.
 __host__ __device__ constexpr bool is_searched(u32 profile) {
     return profile & 0x6666u;
 }
 
-// How many warps look for the step of a key, one for each byte that is tried.
+// How many warps look for the scale of a key, one for each byte that is tried.
 __host__ __device__ constexpr int tries_of_profile(u32 profile) {
     return !is_searched(profile) ? 1 : HEAD_DIM < 128 ? 4 : 2;
 }
@@ -34,14 +34,14 @@ struct ChannelOrder {
 // What is read is read by all at once, before anything is done with it.
 __device__ __forceinline__ ChannelOrder channel_order(const LayerState& s, int bh, int lane) {
     ChannelOrder r;
-    u32 pairs[PER_LANE];
+    u32 rotary_pairs[PER_LANE];
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) {
-        pairs[j] = s.k_order[(u64)bh * HEAD_DIM / 2 + pair_of_position(lane + 32 * j)];
+        rotary_pairs[j] = s.k_order[(u64)bh * HEAD_DIM / 2 + pair_of_position(lane + 32 * j)];
         r.gains[j] = s.k_gain[KEY_BLOCKS * bh + block_of(lane, j)];
     }
 #pragma unroll
-    for (int j = 0; j < PER_LANE; ++j) r.channels[j] = channel_of_position(pairs[j], lane + 32 * j);
+    for (int j = 0; j < PER_LANE; ++j) r.channels[j] = channel_of_position(rotary_pairs[j], lane + 32 * j);
     return r;
 }
 
@@ -96,9 +96,9 @@ __device__ __forceinline__ void largest_of_blocks(const Elements& x, float (&lar
     }
 }
 
-// The error of a step, as kvlab/reference/blocks.py `search_block_step` has it.
+// The error of a scale, as kvlab/reference/blocks.py `search_block_scale` has it.
 template <u32 PROFILE>
-__device__ __forceinline__ u32 error_of(const Elements& x, float to_sizes, float step, int lane) {
+__device__ __forceinline__ u32 error_of(const Elements& x, float to_sizes, float scale, int lane) {
     u32 sum = 0;
 #pragma unroll
     for (int j = 0; j < PER_LANE; ++j) {
@@ -106,7 +106,7 @@ __device__ __forceinline__ u32 error_of(const Elements& x, float to_sizes, float
         const int size = (int)(integer_product(fabsf(x.of[j]), to_sizes) - ZERO);
         u32 error = 0;
         if (width == 2 || width == 4) {
-            const int s = (int)fminf(step * (float)factor_of_width(width), (float)(255 >> (width - 1)));
+            const int s = (int)fminf(scale * (float)factor_of_width(width), (float)(255 >> (width - 1)));
             int left = size;
             if (width == 4) left = abs(abs(left - 8 * s) - 4 * s);
             left = abs(left - 2 * s) - s;
@@ -117,7 +117,7 @@ __device__ __forceinline__ u32 error_of(const Elements& x, float to_sizes, float
     return __reduce_add_sync(ALL_LANES, sum);
 }
 
-// Makes a vector codes and returns the byte of its step. Warp `rank` tries one byte, and `agree` says which
+// Makes a vector codes and returns the byte of its scale. Warp `rank` tries one byte, and `agree` says which
 // of them is the one, given its error; codes are those of that warp.
 template <u32 PROFILE, class Agree>
 __device__ __forceinline__ u32 encode_key(const Elements& x, int rank, Agree agree, u32 (&codes)[PER_LANE],
@@ -148,19 +148,19 @@ __device__ __forceinline__ u32 encode_key(const Elements& x, int rank, Agree agr
         const u32 lowest = below_guess(guess) - (HEAD_DIM < 128);
         const float in_units = power_of_two(-range.unit);
         const u32 byte = lowest + rank;
-        best = agree(error_of<PROFILE>(x, to_sizes, step_value(byte) * in_units, lane) +
+        best = agree(error_of<PROFILE>(x, to_sizes, scale_of_byte(byte) * in_units, lane) +
                      error_beyond<PROFILE>(largest, byte, in_units));
         found = lowest + best;
     }
     if (rank == best) {
-        const float value = step_value(max(found, 1u)),
-                    to_step = counts ? x.unit * power_of_two(range.unit + 7 - range.exponent) : 0.f;
+        const float value = scale_of_byte(max(found, 1u)),
+                    to_scale = counts ? x.unit * power_of_two(range.unit + 7 - range.exponent) : 0.f;
 #pragma unroll
         for (int j = 0; j < PER_LANE; ++j) {
             const int width = width_at(PROFILE, lane, j);
             const float half_cell = value * (float)factor_of_width(width);
             const int unit = exponent_of(half_cell) - 3 - code_parts(width);
-            const float whole = half_bits_to_float(half_of(x.of[j] * (to_step * power_of_two(-24 - unit))));
+            const float whole = half_bits_to_float(half_of(x.of[j] * (to_scale * power_of_two(-24 - unit))));
             float per_grid;  // nearly
             asm("rcp.approx.ftz.f32 %0, %1;"
                 : "=f"(per_grid)
@@ -172,7 +172,7 @@ __device__ __forceinline__ u32 encode_key(const Elements& x, int rank, Agree agr
                 __float_as_uint(__fmaf_rd(part, (float)cells * (1.f - 1.f / 65536), TWO_23)) & (cells - 1);
         }
     }
-    return counts ? found : finite ? 0 : NAN_STEP;
+    return counts ? found : finite ? 0 : NAN_SCALE;
 }
 
 // Writes the codes of a key whose blocks have several widths.

@@ -51,7 +51,7 @@ struct PageState {
     u32 importance_words[PAGE];  // by move: a word with the importance of its new token
     // Written when the moves are there.
     Width bits[PAGE];  // by slot: what its row holds, raw elements (16) or codes of this width
-    u8 scales[PAGE];   // by slot: the step of the codes of its row
+    u8 scales[PAGE];   // by slot: the scale of the codes of its row
 #if IN_BLOCKS
     u8 order[HEAD_DIM];  // copied: k_order of the pair, by position
     float gain[4];       // copied: k_gain of the pair
@@ -190,14 +190,14 @@ __device__ __forceinline__ u32 pair_of(const Move& move) {
     return is_new(move) ? move.from : move.token;
 }
 
-__device__ __forceinline__ const signed char* offset_of_exponent(Side side, const LayerState& s,
-                                                                 const Move& move) {
+__device__ __forceinline__ const signed char* address_of_exponent(Side side, const LayerState& s,
+                                                                  const Move& move) {
     return s.exponent + 2 * pair_of(move) + side;
 }
 
 // The exponent of a side of a page, which is there.
 __device__ __forceinline__ int exponent_of(Side side, const LayerState& s, const PageState& page) {
-    const u64 at = (u64)offset_of_exponent(side, s, (const Move&)page.moves[0]);
+    const u64 at = (u64)address_of_exponent(side, s, (const Move&)page.moves[0]);
     return (signed char)(page.exponents >> at % 4 * 8);
 }
 
@@ -233,7 +233,7 @@ __device__ __forceinline__ void ask_for_page(Side side, const LayerState& s, con
         u8* const record = s.arena + (u64)first.to * UNIT;
         page.to = region_of(side, record, rung);
         page.tail = record + rung.tail;
-        copy_word_async(&page.exponents, (const void*)((u64)offset_of_exponent(side, s, first) & ~3ull));
+        copy_word_async(&page.exponents, (const void*)((u64)address_of_exponent(side, s, first) & ~3ull));
     }
     if (side == VALUES) return;
     ask_for_frame(s, pair_of(first), page, lane);

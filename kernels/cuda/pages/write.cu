@@ -210,12 +210,12 @@ __device__ __forceinline__ void fill_rows(int kinds, const LayerState& s, const 
     if (!(kinds & (from.bits == 16 ? RAW_ROWS : CODED_ROWS))) return;
     u8* const row = row_for(rows, move);
     if (is_stored(move)) {
-        const u8 step = from.bits != 16 ? from.scales[move.from_slot] : 0;  // asked for before codes
+        const u8 scale = from.bits != 16 ? from.scales[move.from_slot] : 0;  // asked for before codes
         const bool kept = from.bits == page.to.bits;
         take_stored<SIDE>(from, move.from_slot, kept, row, lane);
-        if (step > HIGHEST_STEP && !kept)
+        if (scale > HIGHEST_SCALE && !kept)
             for (int i = lane; i < HEAD_DIM / 4; i += LANES) ((uint2*)row)[i] = {0, 0};  // its own
-        if (lane == 0) page.scales[move.to_slot] = step;
+        if (lane == 0) page.scales[move.to_slot] = scale;
     } else if (move.from_rung != NO_MOVE && !shared.in_units) {
         const u16* vector = new_vector(SIDE, new_tokens, index_of(new_tokens, move, shared));
 #pragma unroll 4
@@ -243,9 +243,9 @@ __device__ __forceinline__ void take_numbers(u8* rows, const PageState& page, Ve
             if (coded[i % 2]) x[t][i] = numbers[i];
     }
     if (!(lane % 2 ? coded[1] : coded[0])) return;
-    const u32 step = page.scales[slot + lane % 2];
-    const bool finite = step <= HIGHEST_STEP;
-    loaded.factor = finite ? step_value(step) : 0.f, loaded.finite = finite, loaded.decoded = true;
+    const u32 scale = page.scales[slot + lane % 2];
+    const bool finite = scale <= HIGHEST_SCALE;
+    loaded.factor = finite ? scale_of_byte(scale) : 0.f, loaded.finite = finite, loaded.decoded = true;
 }
 
 // Puts the codes of rows that go as they are in their place. What `lifted` says of a tile is added.
@@ -265,12 +265,12 @@ __device__ __forceinline__ void keep_codes(int bits, const u8* rows, const PageS
     }
 }
 
-// Stores the steps of a page: of this lane's row this byte, or the one that its codes kept.
+// Stores the scales of a page: of this lane's row this byte, or the one that its codes kept.
 __device__ __forceinline__ void store_scales(u32 byte, bool finite, int bits, const PageState& page,
                                              u32 lane) {
     const u32 slot = lane / 4 * 2 + lane % 2;
     if (lane % 4 < 2 && page.mask >> slot & 1)
-        page.to.scales[slot] = (u8)(page.bits[slot] == bits ? page.scales[slot] : finite ? byte : NAN_STEP);
+        page.to.scales[slot] = (u8)(page.bits[slot] == bits ? page.scales[slot] : finite ? byte : NAN_SCALE);
 }
 
 template <int BITS, bool WHOLE>

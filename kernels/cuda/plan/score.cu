@@ -287,20 +287,20 @@ struct ScoreNew {
 };
 
 constexpr int KEYS = HEAD_DIM <= 128 ? 32 : 16, TILES = KEYS / 8, ROWS = 64;
-constexpr int PAIRS = HEAD_DIM / 32, STEPS = HEAD_DIM / 16;   // k-steps come in pairs, but a last one
-constexpr int STRIDE = (2 * HEAD_DIM + 63) / 128 * 128 + 64;  // bytes of a row in shared memory
+constexpr int STEP_PAIRS = HEAD_DIM / 32, K_STEPS = HEAD_DIM / 16;  // k-steps come in pairs, but a last one
+constexpr int STRIDE = (2 * HEAD_DIM + 63) / 128 * 128 + 64;        // bytes of a row in shared memory
 static_assert(STRIDE >= 2 * HEAD_DIM && STRIDE % 128 == 64, "rows of four lanes each meet no bank twice");
 
 // The operands of one row (of queries or keys) for all k-steps: 4 words a pair of steps, 2 for a last one.
-__device__ __forceinline__ void load_row(const u8* row, int u, u32 (&x)[2 * STEPS]) {
+__device__ __forceinline__ void load_row(const u8* row, int u, u32 (&x)[2 * K_STEPS]) {
 #pragma unroll
-    for (int i = 0; i < PAIRS; ++i) {
+    for (int i = 0; i < STEP_PAIRS; ++i) {
         const uint4 words = *(const uint4*)(row + 64 * i + 16 * u);
         x[4 * i] = words.x, x[4 * i + 1] = words.y, x[4 * i + 2] = words.z, x[4 * i + 3] = words.w;
     }
     if (HEAD_DIM % 32) {
-        const uint2 words = *(const uint2*)(row + 64 * PAIRS + 8 * u);
-        x[4 * PAIRS] = words.x, x[4 * PAIRS + 1] = words.y;
+        const uint2 words = *(const uint2*)(row + 64 * STEP_PAIRS + 8 * u);
+        x[4 * STEP_PAIRS] = words.x, x[4 * STEP_PAIRS + 1] = words.y;
     }
 }
 
@@ -311,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_new(const __grid_con
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, u = lane % 4;
     const int bh = blockIdx.y, batch = bh / call.heads, head = bh % call.heads;
     const int first_key = (blockIdx.x * WARPS + warp) * KEYS, rows = call.window * call.group;
-    u32 keys[TILES][2 * STEPS];
+    u32 keys[TILES][2 * K_STEPS];
 #pragma unroll
     for (int t = 0; t < TILES; ++t) {
         const int key = min(first_key + 8 * t + g, call.seqlen - 1);
@@ -340,11 +340,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) score_new(const __grid_con
 #pragma unroll 1
         for (int tile = 0; tile < ROWS && first + tile < rows; tile += 16) {
             float c[TILES][4] = {};
-            u32 low[2 * STEPS], high[2 * STEPS];
+            u32 low[2 * K_STEPS], high[2 * K_STEPS];
             load_row(queries + (tile + g) * STRIDE, u, low);
             load_row(queries + (tile + 8 + g) * STRIDE, u, high);
 #pragma unroll
-            for (int i = 0; i < STEPS; ++i) {
+            for (int i = 0; i < K_STEPS; ++i) {
                 const u32 a[4] = {low[2 * i], high[2 * i], low[2 * i + 1], high[2 * i + 1]};
 #pragma unroll
                 for (int t = 0; t < TILES; ++t) mma(c[t], a, keys[t][2 * i], keys[t][2 * i + 1]);
