@@ -150,7 +150,7 @@ class PageLayout:
     Examples
     --------
     >>> layout = PageLayout(head_dim=64, bits_k=4, bits_v=2, itemsize=2)
-    >>> offsets = layout.k_codes, layout.k_step_sizes, layout.v_codes, layout.v_step_sizes
+    >>> offsets = layout.k_codes, layout.k_scales, layout.v_codes, layout.v_scales
     >>> offsets, layout.positions, layout.importance
     ((0, 512, 528, 784), 800, 832)
     >>> layout.nbytes
@@ -226,24 +226,24 @@ class PageLayout:
         return 0
 
     @cached_property
-    def k_step_sizes(self) -> int:
-        """Byte offset of the step sizes of K; no bytes are there at width 16."""
+    def k_scales(self) -> int:
+        """Byte offset of the scales of K; no bytes are there at width 16."""
         return self.code_bytes(self.bits_k)
 
     @cached_property
     def v_codes(self) -> int:
         """Byte offset of the codes of V."""
-        return self.k_step_sizes + TOKENS_PER_PAGE * self.k_coded
+        return self.k_scales + TOKENS_PER_PAGE * self.k_coded
 
     @cached_property
-    def v_step_sizes(self) -> int:
-        """Byte offset of the step sizes of V; no bytes are there at width 16."""
+    def v_scales(self) -> int:
+        """Byte offset of the scales of V; no bytes are there at width 16."""
         return self.v_codes + self.code_bytes(self.bits_v)
 
     @cached_property
     def positions(self) -> int:
         """Byte offset of the positions."""
-        return self.v_step_sizes + TOKENS_PER_PAGE * self.v_coded
+        return self.v_scales + TOKENS_PER_PAGE * self.v_coded
 
     @cached_property
     def importance(self) -> int:

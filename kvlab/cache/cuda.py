@@ -97,8 +97,8 @@ class GpuKernels:
         """Let rows become others; takes its memory before anything changes."""
         store, layers, like = self.store, len(self.store.stores), self.store.like
         pages = store.num_bh * store.entries
-        targets = _targets(move)
-        numbers = to_device(np.concatenate([move.rows, move.origins, move.kept, targets]), like)
+        copied_rows = _copied_rows(move)
+        numbers = to_device(np.concatenate([move.rows, move.origins, move.kept, copied_rows]), like)
         memory = empty((layers * (20 * pages + 4),), "uint8", like)
         rows, copies = pointer_of(numbers), pointer_of(memory)
         origins = rows + 4 * len(move.rows)
@@ -110,7 +110,7 @@ class GpuKernels:
             free_numbers + 4 * pages * layers, kept + 4 * len(move.kept),
         ]  # fmt: skip
         kernels.take_rows(
-            *self._of_store, addresses, pages, len(targets), layers, stream,
+            *self._of_store, addresses, pages, len(copied_rows), layers, stream,
             in_place=move.in_place, in_blocks=any(one.in_blocks for one in store.stores),
         )  # fmt: skip
 
@@ -152,14 +152,14 @@ class GpuKernels:
     score_norms = staticmethod(scores.score_norms)
 
 
-def _targets(move: RowMove) -> NDArray[np.int32]:
-    """`Rows.targets` of pages/rows.cu: each row once, two neighbours that get the same pages together."""
-    wanted, targets, row = [*zip(move.rows.tolist(), move.origins.tolist(), strict=True)], [], 0
+def _copied_rows(move: RowMove) -> NDArray[np.int32]:
+    """`Rows.copied_rows` of pages/rows.cu: each row once, two neighbours that get the same pages together."""
+    wanted, copied_rows, row = [*zip(move.rows.tolist(), move.origins.tolist(), strict=True)], [], 0
     while row < len(wanted):
         two = wanted[row : row + 1] == wanted[row + 1 : row + 2]
-        targets.append(2 * row + two)
+        copied_rows.append(2 * row + two)
         row += 1 + two
-    return np.array(targets, np.int32)
+    return np.array(copied_rows, np.int32)
 
 
 class GpuExecutor:

@@ -79,7 +79,7 @@ class StepCalls:
         self._executor = store.executor
         self._collector, self._waiting = collector, waiting
         self._num_bh, self._group = store.batch * store.heads, num_heads_q // store.heads
-        self._steps: dict[Any, tuple[Any, Any, Lse]] = {}
+        self._step_launches: dict[Any, tuple[Any, Any, Lse]] = {}
         self._appends: dict[Any, Any] = {}
         self._lse: dict[int, Lse] = {}
         self._workspaces: dict[int, Any] = {}
@@ -107,7 +107,7 @@ class StepCalls:
         """Attention over stored tokens (keeping scores if it `collects`), the append, log-sum-exp."""
         mode = self._waiting.mode(layer)
         key = (layer, num_new, scale, softcap, collects, mode)
-        found = self._steps.get(key)
+        found = self._step_launches.get(key)
         if found is None:
             if num_new not in self._workspaces:
                 self._workspaces[num_new] = self._new_workspace(num_new)
@@ -121,7 +121,7 @@ class StepCalls:
                 window=self._store.window(layer),
             )  # fmt: skip
             append = self.append(layer, num_new, scale, softcap)
-            found = self._steps[key] = attend, append, lse or self._lse_of(num_new)
+            found = self._step_launches[key] = attend, append, lse or self._lse_of(num_new)
         return found
 
     def append(

@@ -96,9 +96,13 @@ def plan(
 def run(
     folder: Folder,
     cases: Cases = None,
-    share: Annotated[
+    part: Annotated[
         str | None,
-        typer.Option(help="I/N: the share of task I of N; cases that share an evaluation stay together."),
+        typer.Option(
+            "--part",
+            "--share",
+            help="I/N: the part of task I of N; cases that share an evaluation stay together.",
+        ),
     ] = None,
     processes: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 1,
     timeout: Annotated[
@@ -124,7 +128,7 @@ def run(
 
     os.environ.setdefault("TQDM_DISABLE", "1")
     manifest = Manifest.read(folder)
-    numbers = _chosen(cases, share, manifest.cases)
+    numbers = _chosen(cases, part, manifest.cases)
     if any(manifest.cases[number].device == "cuda" for number in numbers):
         machine("cuda")  # or an error that says what is missing
     outcomes: Counter[str] = Counter()
@@ -271,16 +275,16 @@ def _signals_stop() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _chosen(cases: str | None, share: str | None, among: Sequence[AblationCase]) -> list[int]:
+def _chosen(cases: str | None, part: str | None, among: Sequence[AblationCase]) -> list[int]:
     from kvlab.lab.sweep.groups import in_groups
     from kvlab.lab.sweep.manifest import parse_numbers
 
     chosen = list(range(len(among))) if cases is None else list(parse_numbers(cases, len(among)))
-    if share is None:
+    if part is None:
         return chosen
-    first, _, step = share.partition("/")
+    first, _, step = part.partition("/")
     if not (first.isdigit() and step.isdigit() and int(first) < int(step)):
-        raise ValueError(f"share={share!r}: write I/N with 0 <= I < N, for example 0/4")
+        raise ValueError(f"part={part!r}: write I/N with 0 <= I < N, for example 0/4")
     groups = in_groups(among, chosen, int(step))
     return [number for group in groups[int(first) :: int(step)] for number in group]
 

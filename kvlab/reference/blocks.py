@@ -4,21 +4,21 @@ A *profile* is four widths from 0, 2, 4 and 8 that do not increase, one for each
 channels. Which channels a block has is the frame's `order`: rotary pairs i and i + d / 2, those with the most
 energy first. A key is taken into its frame, put in order, and transformed within each block; then every block
 is multiplied by its `gain`, which brings the frame's tokens to a root mean square of 16 in every block. So
-blocks are alike, and a token has one step for all of them. Its elements are
+blocks are alike, and a token has one scale for all of them. Its elements are
 
-    value = (2 code + 1 - 2**width) * FACTORS[width] * step
+    value = (2 code + 1 - 2**width) * FACTORS[width] * scale
 
-whole numbers below 256 times a step, which keep the cells of a Gaussian in proportion: those of 2 bits are
+whole numbers below 256 times a scale, which keep the cells of a Gaussian in proportion: those of 2 bits are
 32 times as wide as those of 8. A block of width 0 has no codes, and its elements are 0.
 
-*The step* is found as in one basis: a guess is made from the largest element of each block, and the two bytes
-next to it are tried, at head_dim 64 or from codes then the next one on the better side. The one of least
-error is kept, where errors of the first block count 8, then 2, 1 and 1. Elements are whole numbers of 8 bits
-for that, so sums are whole numbers, too. In a profile without 2 and 4 it is the least step whose grid reaches
-the largest element.
+*The scale* is found as in one basis: a guess is made from the largest element of each block, and the two
+bytes next to it are tried, at head_dim 64 or from codes then the next one on the better side. The one of
+least error is kept, where errors of the first block count 8, then 2, 1 and 1. Elements are whole numbers of 8
+bits for that, so sums are whole numbers, too. In a profile without 2 and 4 it is the least scale whose grid
+reaches the largest element.
 
 *Channels that become large later* are scaled down from then on. Stored codes are taken back to channels,
-those are scaled, too, and the nearest codes taken; steps stay (`refit_codes`).
+those are scaled, too, and the nearest codes taken; scales stay (`refit_codes`).
 
 *The codes* of neighbouring blocks of one width are the code region of a page of as many channels; those of
 the widest come first.
@@ -37,8 +37,8 @@ from kvlab.reference.codec import hadamard_matrix
 from kvlab.reference.pages import (
     CODE_PARTS,
     LEAST_ABOVE,
-    NAN_STEP,
-    STEP_SIZES,
+    NAN_SCALE,
+    SCALES,
     bit_address,
     code_words,
     exponent_above,
@@ -60,7 +60,7 @@ __all__ = [
     "Run",
     "decode_blocks",
     "encode_blocks",
-    "guess_block_step",
+    "guess_block_scale",
     "placed_channels",
     "profile_bits",
     "profile_words",
@@ -68,16 +68,16 @@ __all__ = [
     "refit_codes",
     "rotate_in_blocks",
     "runs_of",
-    "search_block_step",
+    "search_block_scale",
 ]
 
 BLOCKS = 4
 FACTORS = {0: 0, 2: 32, 4: 12, 8: 1}
-"""Half a cell of each width, in steps."""
+"""Half a cell of each width, in scales."""
 RMS = 16
-"""Root mean square of elements: so large that steps of tokens far smaller have all their bits."""
+"""Root mean square of elements: so large that scales of tokens far smaller have all their bits."""
 GUESS = {2: np.float32(0.07), 4: np.float32(0.052), 8: np.float32(0.036)}
-"""What the square of a block's largest element counts, by width, where the search for a step begins."""
+"""What the square of a block's largest element counts, by width, where the search for a scale begins."""
 FIRST, FIRST_DECODED = np.float32(2.5), np.float32(1.77)
 """How often the square of the first block counts at least, in place of all, and where elements come from
 codes: where it is far larger than the others, as that of the first key of a text, on which attention rests,
@@ -115,8 +115,8 @@ def placed_channels(order: NDArray[Any]) -> Int64:
     array([2, 6, 0, 4, 1, 5, 3, 7])
     """
     half = len(order)
-    pairs = order.astype(np.int64).reshape(BLOCKS, -1)
-    channels: Int64 = np.hstack([pairs, pairs + half]).reshape(-1)
+    rotary_pairs = order.astype(np.int64).reshape(BLOCKS, -1)
+    channels: Int64 = np.hstack([rotary_pairs, rotary_pairs + half]).reshape(-1)
     return channels
 
 
@@ -206,15 +206,15 @@ def query_in_blocks(q: NDArray[np.floating[Any]], frame: KeyFrame) -> tuple[NDAr
     )
 
 
-def guess_block_step(
+def guess_block_scale(
     x: NDArray[np.float32],
     profile: Profile,
     largest: NDArray[np.float32],
     decoded: NDArray[np.bool_] | bool = False,
 ) -> NDArray[np.float32]:
-    """Return where the search for the step of elements (n, head_dim) begins.
+    """Return where the search for the scale of elements (n, head_dim) begins.
 
-    Arguments are those of `search_block_step`. Every operation is one of float32, rounded once.
+    Arguments are those of `search_block_scale`. Every operation is one of float32, rounded once.
     """
     unit = exponent_above(largest) - 7
     sizes = np.abs(times_power(x, -unit)).reshape(len(x), BLOCKS, -1).max(2)
@@ -227,21 +227,21 @@ def guess_block_step(
     return guesses
 
 
-def search_block_step(
+def search_block_scale(
     x: NDArray[np.float32],
     profile: Profile,
     largest: NDArray[np.float32],
     decoded: NDArray[np.bool_] | bool = False,
 ) -> Int64:
-    """Return the step byte of elements (n, head_dim).
+    """Return the scale byte of elements (n, head_dim).
 
-    In a profile without 2 and 4 that is the least step whose grid reaches the largest element, as at 8 bits
-    in `kvlab.reference.pages.search_step`. Else the bytes next to the guess are compared, under and above it,
-    and at head_dim 64, or from codes, then the next one on the side of the lesser error. An error is the sum
-    of squares of `sizes_of` elements, whole numbers below 256; steps are rounded down to whole ones, of which
-    half a grid does not exceed 255. Blocks of 8 bits count 16 times what their largest size has beyond 256
-    steps, or beyond 255. Of equal errors the lower byte counts, or the earlier one. A guess below half of the
-    least step gives 0; the byte below is 3 at least.
+    In a profile without 2 and 4 that is the least scale whose grid reaches the largest element, as at 8 bits
+    in `kvlab.reference.pages.search_scale`. Else the bytes next to the guess are compared, under and above
+    it, and at head_dim 64, or from codes, then the next one on the side of the lesser error. An error is the
+    sum of squares of `sizes_of` elements, whole numbers below 256; scales are rounded down to whole ones, of
+    which half a grid does not exceed 255. Blocks of 8 bits count 16 times what their largest size has beyond
+    256 scales, or beyond 255. Of equal errors the lower byte counts, or the earlier one. A guess below half
+    of the least scale gives 0; the byte below is 3 at least.
 
     `largest`, (n,), is that of the blocks that have codes, finite, above 0 and not too large; `decoded`, (n,)
     or for all, says which elements come from codes.
@@ -251,21 +251,21 @@ def search_block_step(
         near = wanted.astype(np.float16).view(np.uint16).astype(np.int64)
         up = near.astype(np.uint16).view(np.float16).astype(np.float32) < wanted
         return np.where(exponent_above(largest) < LEAST_ABOVE, 0, (near + up + 127) >> 7)
-    guess = guess_block_step(x, profile, largest, decoded)
+    guess = guess_block_scale(x, profile, largest, decoded)
     near = guess.astype(np.float16).view(np.uint16).astype(np.int64)
     unit = exponent_above(largest) - 7
     sizes = sizes_of(x, unit).reshape(len(x), BLOCKS, -1)
 
     def error(byte: Int64) -> NDArray[np.float64]:
         sums = np.zeros(len(x))
-        with np.errstate(over="ignore"):  # steps far above all elements
-            step = np.ldexp(STEP_SIZES[byte], -unit)[:, None]
+        with np.errstate(over="ignore"):  # scales far above all elements
+            scale = np.ldexp(SCALES[byte], -unit)[:, None]
             for b, width in enumerate(profile):
                 if width == 8:
-                    reach = np.minimum(np.floor(step * np.float32(256)), 255)
+                    reach = np.minimum(np.floor(scale * np.float32(256)), 255)
                     sums += WEIGHTS[b] * 16 * np.maximum(sizes[:, b].max(1) - reach[:, 0], 0)
                 elif width:
-                    whole = np.minimum(np.floor(step * np.float32(FACTORS[width])), 255 >> (width - 1))
+                    whole = np.minimum(np.floor(scale * np.float32(FACTORS[width])), 255 >> (width - 1))
                     codes = grid_codes(sizes[:, b], np.maximum(whole, np.float32(0.5)), width)
                     off = sizes[:, b] - grid_values(codes, whole, width)
                     sums += WEIGHTS[b] * np.square(off).sum(1, dtype=np.float64)
@@ -284,19 +284,19 @@ def search_block_step(
 def encode_blocks(
     x: NDArray[np.float32], profile: Profile, decoded: NDArray[np.bool_] | bool = False
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Encode elements (n, head_dim), in order: codes (n, head_dim), 0 where there are none, and step bytes.
+    """Encode elements (n, head_dim), in order: codes (n, head_dim), 0 where there are none, and scale bytes.
 
     `decoded`, (n,) or for all: which of them come from codes.
 
-    A vector that is too large for the highest steps, with elements of 2**18 or nearly so, is halved until it
-    is not. One with NaN or infinity in blocks with codes has step NaN; one that is zero there has step 0.
+    A vector that is too large for the highest scales, with elements of 2**18 or nearly so, is halved until it
+    is not. One with NaN or infinity in blocks with codes has scale NaN; one that is zero there has scale 0.
     """
     width = np.repeat(profile, x.shape[1] // BLOCKS)
     codes = np.where(width > 0, 1 << np.maximum(width - 1, 0), 0) + np.zeros(x.shape, np.int64)
     byte = np.zeros(len(x), np.uint8)
     x = np.where(width > 0, x, np.float32(0))
     finite = np.isfinite(x).all(axis=1)
-    byte[~finite] = NAN_STEP
+    byte[~finite] = NAN_SCALE
     usual = np.flatnonzero(finite & (x != 0).any(axis=1))
     if not len(usual):
         return codes.astype(np.uint8), byte
@@ -304,25 +304,23 @@ def encode_blocks(
     largest = np.abs(x).max(axis=1)
     down = np.minimum(_TOP - exponent_above(largest), 0)
     x, largest = times_power(x, down), np.ldexp(largest, down)
-    found = search_block_step(x, profile, largest, np.broadcast_to(decoded, len(codes))[usual])
+    found = search_block_scale(x, profile, largest, np.broadcast_to(decoded, len(codes))[usual])
     byte[usual] = found
-    usual, x, step = usual[found > 0], x[found > 0], STEP_SIZES[found[found > 0]]
+    usual, x, scale = usual[found > 0], x[found > 0], SCALES[found[found > 0]]
     for run in runs_of(profile, x.shape[1]):
         own = slice(run.first, run.first + run.channels)
-        half = step * np.float32(FACTORS[run.width])
+        half = scale * np.float32(FACTORS[run.width])
         unit = np.frexp(half)[1] - 1 - CODE_PARTS[run.width]
         whole = to_units(times_power(x[:, own], -unit))
         codes[usual, own] = grid_codes(whole, np.ldexp(half, -unit)[:, None], run.width)
     return codes.astype(np.uint8), byte
 
 
-def decode_blocks(codes: NDArray[Any], step: NDArray[np.uint8], profile: Profile) -> NDArray[np.float32]:
-    """Return the elements (n, head_dim) that codes and step bytes stand for: exact."""
+def decode_blocks(codes: NDArray[Any], scale: NDArray[np.uint8], profile: Profile) -> NDArray[np.float32]:
+    """Return the elements (n, head_dim) that codes and scale bytes stand for: exact."""
     n = codes.shape[1] // BLOCKS
     parts = [
-        grid_values(
-            codes[:, b * n : (b + 1) * n], STEP_SIZES[step][:, None] * np.float32(FACTORS[width]), width
-        )
+        grid_values(codes[:, b * n : (b + 1) * n], SCALES[scale][:, None] * np.float32(FACTORS[width]), width)
         for b, width in enumerate(profile)
     ]
     return np.concatenate(parts, axis=1)
@@ -333,7 +331,7 @@ def refit_codes(
 ) -> NDArray[np.uint8]:
     """Return the codes (n, head_dim), in order, of keys with pairs scaled down by 2**further more.
 
-    A block without such a pair keeps its codes. Steps and gains stay: both take elements and channels by
+    A block without such a pair keeps its codes. Scales and gains stay: both take elements and channels by
     the same factor. Of two codes that are equally near the upper one counts.
 
     Examples

@@ -3,26 +3,26 @@
 A page keeps up to 16 tokens (slots) of one attention head, their keys at `bits_k` bits an element and their
 values at `bits_v`. Its record is, in this order and without gaps (every part is a multiple of 16 bytes):
 
-    codes of K | steps of K | codes of V | steps of V | positions   | importance
+    codes of K | scales of K | codes of V | scales of V | positions   | importance
                  16 x uint8 (absent at 16)   16 x uint8   16 x uint16   16 x uint8
 
 *Width 16* is the dtype of the cache, raw (a float32 cache stores 32 bits). *Widths 2, 3, 4 and 8* take
 vectors that a Hadamard transform has rotated, which makes every element nearly Gaussian; values have signs
 before, which are the same for all (`value_signs`). `rotate` works in whole numbers: a vector becomes integers
 of 17 bits (at head_dim 128), whose sums are exact in any order; the mean of keys, transformed likewise, is
-taken off the sums, which are rounded to 11 bits. The grid has no zero, it is symmetric, and only its step is
+taken off the sums, which are rounded to 11 bits. The grid has no zero, it is symmetric, and only its scale is
 kept, so a kernel multiplies once a token:
 
-    value = (2 code + 1 - 2**bits) * step       code = floor(x / (2 step)) + 2**(bits - 1), clipped
+    value = (2 code + 1 - 2**bits) * scale       code = floor(x / (2 scale)) + 2**(bits - 1), clipped
 
-*The step* is a float16 without sign and without its low 7 mantissa bits: a byte, steps a factor 9/8 to 16/15
-apart. At 8 bits it is the least whose grid reaches the largest element. Below, a guess is made from the
+*The scale* is a float16 without sign and without its low 7 mantissa bits: a byte, scales a factor 9/8 to
+16/15 apart. At 8 bits it is the least whose grid reaches the largest element. Below, a guess is made from the
 largest element and sums of sizes and of their squares. The two bytes next to it are tried, at 2 and 3 bits
-then the next one on the better side, and the one of least squared error is kept (`search_step`); sizes are
+then the next one on the better side, and the one of least squared error is kept (`search_scale`); sizes are
 rounded to 8 bits for that, so that these sums are whole numbers too. At 2 and 3 bits a vector of 128 channels
-or more takes the byte nearest to the guess instead, unless it comes from codes: those fit few steps well. A
-vector of zeros has step 0, and so has, below 8 bits, one whose guess is less than half of the least step; one
-with NaN or infinity has step NaN.
+or more takes the byte nearest to the guess instead, unless it comes from codes: those fit few scales well. A
+vector of zeros has scale 0, and so has, below 8 bits, one whose guess is less than half of the least scale;
+one with NaN or infinity has scale NaN.
 
 *The order of the codes* is that of the operands of the tensor-core instruction mma.sync.m16n8k16 (PTX ISA,
 "Matrix Fragments for mma.m16n8k16"), so a GPU loads a fragment with one instruction and expands it in
@@ -45,7 +45,7 @@ Int64 = NDArray[np.int64]
 
 __all__ = [
     "GUESS",
-    "STEP_SIZES",
+    "SCALES",
     "TOKENS_PER_PAGE",
     "bit_address",
     "code_words",
@@ -53,14 +53,14 @@ __all__ = [
     "encode",
     "grid_codes",
     "grid_values",
-    "guess_step",
+    "guess_scale",
     "is_searched",
     "narrow",
     "rotate",
     "rotate_keys",
     "rotate_sums",
     "rotate_values",
-    "search_step",
+    "search_scale",
     "value_signs",
     "widen",
 ]
@@ -68,25 +68,25 @@ __all__ = [
 TOKENS_PER_PAGE = 16
 
 GUESS = {2: np.float32(0.386), 3: np.float32(0.155), 4: np.float32(0.0592), 8: np.float32(2**-8)}
-"""Where the search for a vector's step begins, by width, and at 8 bits ends: in multiples of the largest
+"""Where the search for a vector's scale begins, by width, and at 8 bits ends: in multiples of the largest
 element at 4 and 8 bits, of the sum of squares over the sum of sizes at 2, and of the geometric mean of both
 at 3. At 2 and 3 bits a vector that comes from codes begins 1/16 higher.
 
 Fitted to rotated vectors of 64, 128 and 256 elements, Gaussian, heavy-tailed and with two outliers each, raw
-or decoded from more bits (docs/performance/page_format.md): the fewer the bits, the more a step cuts off
+or decoded from more bits (docs/performance/page_format.md): the fewer the bits, the more a scale cuts off
 anyway, and the less the largest element says.
 """
 
-STEP_SIZES = (np.arange(256, dtype=np.uint16) << 7).view(np.float16).astype(np.float32)
-"""The step size that each byte stands for; 0xF8 to 0xFF are infinite or NaN and only 0xFF is ever written."""
+SCALES = (np.arange(256, dtype=np.uint16) << 7).view(np.float16).astype(np.float32)
+"""The scale that each byte stands for; 0xF8 to 0xFF are infinite or NaN and only 0xFF is ever written."""
 
-NAN_STEP = 0xFF
+NAN_SCALE = 0xFF
 LEAST_ABOVE = -16
-"""`exponent_above` the largest element from which on a vector has a step at 8 bits: 2**-16, or nearly so."""
+"""`exponent_above` the largest element from which on a vector has a scale at 8 bits: 2**-16, or nearly so."""
 _MIN_EXPONENT = -39  # of the unit of `rotate`: what is 2**-40 and less counts as 0
 _TOO_LARGE = np.float32(2**100)  # counts as infinite, so that no power of 2 in `rotate` is beyond float32
 _ROOT_2 = np.float32(np.float16(np.sqrt(2)))
-CODE_PARTS = {2: 6, 3: 5, 4: 4, 8: 4}  # log2 of the parts of a step in which elements count, or less
+CODE_PARTS = {2: 6, 3: 5, 4: 4, 8: 4}  # log2 of the parts of a scale in which elements count, or less
 
 
 def code_words(bits: int, head_dim: int) -> int:
@@ -313,21 +313,21 @@ def rotate_values(v: NDArray[np.float32], exponent: int = 0) -> NDArray[np.float
     return rotate(np.ldexp(v * value_signs(v.shape[1]), -exponent))
 
 
-def grid_codes(x: NDArray[np.float32], step: NDArray[np.float32], bits: int) -> NDArray[np.float32]:
-    """Return the code of each element as a float; `step` is finite, above 0, and broadcasts."""
+def grid_codes(x: NDArray[np.float32], scale: NDArray[np.float32], bits: int) -> NDArray[np.float32]:
+    """Return the code of each element as a float; `scale` is finite, above 0, and broadcasts."""
     middle = np.float32(2 ** (bits - 1))
-    return np.clip(np.floor(x / (step + step)) + middle, np.float32(0), middle + middle - np.float32(1))
+    return np.clip(np.floor(x / (scale + scale)) + middle, np.float32(0), middle + middle - np.float32(1))
 
 
-def grid_values(codes: NDArray[Any], step: NDArray[np.float32], bits: int) -> NDArray[np.float32]:
-    """Return the value of each code: exact, because an odd number below 256 times a step has 12 bits."""
-    return (2 * codes.astype(np.float32) + np.float32(1 - 2**bits)) * step
+def grid_values(codes: NDArray[Any], scale: NDArray[np.float32], bits: int) -> NDArray[np.float32]:
+    """Return the value of each code: exact, because an odd number below 256 times a scale has 12 bits."""
+    return (2 * codes.astype(np.float32) + np.float32(1 - 2**bits)) * scale
 
 
-def guess_step(
+def guess_scale(
     x: NDArray[np.float32], bits: int, decoded: NDArray[np.bool_] | bool = False
 ) -> NDArray[np.float32]:
-    """Return where the search for the step of each vector begins; no vector may be zero or not finite.
+    """Return where the search for the scale of each vector begins; no vector may be zero or not finite.
 
     Every operation is one of float32, rounded once, but for sums over channels: those are of `sizes_of` of
     `compared_channels`, and so exact in any order. The largest element is added once more, so that there is
@@ -358,7 +358,7 @@ def sizes_of(x: NDArray[np.float32], unit: NDArray[np.int32]) -> NDArray[np.floa
 
 
 def compared_channels(head_dim: int) -> int:
-    """Return how many channels, the first, say which step is best below 8 bits: rotated channels are alike.
+    """Return how many channels, the first, say which scale is best below 8 bits: rotated channels are alike.
 
     Examples
     --------
@@ -369,22 +369,22 @@ def compared_channels(head_dim: int) -> int:
 
 
 def is_searched(head_dim: int, bits: int, decoded: NDArray[np.bool_] | bool) -> NDArray[np.bool_] | bool:
-    """Say whether errors of steps are compared for vectors, or the byte nearest to the guess is taken."""
+    """Say whether errors of scales are compared for vectors, or the byte nearest to the guess is taken."""
     return decoded | (head_dim < 128 or bits == 4)
 
 
-def search_step(x: NDArray[np.float32], bits: int, decoded: NDArray[np.bool_] | bool = False) -> Int64:
-    """Return the step byte of each vector, (n, head_dim) -> (n,).
+def search_scale(x: NDArray[np.float32], bits: int, decoded: NDArray[np.bool_] | bool = False) -> Int64:
+    """Return the scale byte of each vector, (n, head_dim) -> (n,).
 
-    At 8 bits the guess, rounded up, but 0 for vectors that are nearer to 0 than to the least step. Below, the
-    bytes next to the guess, under and above it; at 2 and 3 bits then the next one on the side of the lesser
-    error; or the nearest byte, where `is_searched` says so.
-    Errors are sums of squares of `sizes_of` of `compared_channels`, whole numbers below 256; steps are
+    At 8 bits the guess, rounded up, but 0 for vectors that are nearer to 0 than to the least scale. Below,
+    the bytes next to the guess, under and above it; at 2 and 3 bits then the next one on the side of the
+    lesser error; or the nearest byte, where `is_searched` says so.
+    Errors are sums of squares of `sizes_of` of `compared_channels`, whole numbers below 256; scales are
     rounded down to whole ones, of which half a grid does not exceed 255. Of equal errors the lower byte
-    counts, or the earlier one. A guess below half of the least step gives 0; the byte below is 3 at least. As
-    `guess_step`, of vectors that are neither zero nor too large.
+    counts, or the earlier one. A guess below half of the least scale gives 0; the byte below is 3 at least.
+    As `guess_scale`, of vectors that are neither zero nor too large.
     """
-    guess = guess_step(x, bits, decoded)
+    guess = guess_scale(x, bits, decoded)
     near = guess.astype(np.float16).view(np.uint16).astype(np.int64)
     if bits == 8:  # rounded up
         rounded = near.astype(np.uint16).view(np.float16).astype(np.float32)
@@ -395,9 +395,9 @@ def search_step(x: NDArray[np.float32], bits: int, decoded: NDArray[np.bool_] | 
     sizes = sizes_of(x[:, : compared_channels(x.shape[1])], unit)
 
     def error(byte: Int64) -> NDArray[np.float32]:
-        with np.errstate(over="ignore"):  # steps far above all elements
-            step = np.minimum(np.floor(times_power(STEP_SIZES[byte][:, None], -unit)), 255 >> (bits - 1))
-        off = sizes - grid_values(grid_codes(sizes, step, bits), step, bits)
+        with np.errstate(over="ignore"):  # scales far above all elements
+            scale = np.minimum(np.floor(times_power(SCALES[byte][:, None], -unit)), 255 >> (bits - 1))
+        off = sizes - grid_values(grid_codes(sizes, scale, bits), scale, bits)
         sums: NDArray[np.float32] = np.square(off).sum(axis=1)
         return sums
 
@@ -414,33 +414,33 @@ def search_step(x: NDArray[np.float32], bits: int, decoded: NDArray[np.bool_] | 
 def encode(
     x: NDArray[np.float32], bits: int, decoded: NDArray[np.bool_] | bool = False
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Encode rotated vectors: (n, head_dim) -> codes (n, head_dim) and step bytes (n,).
+    """Encode rotated vectors: (n, head_dim) -> codes (n, head_dim) and scale bytes (n,).
 
     `decoded`, (n,) or for all: which of them come from codes.
 
-    Elements become whole numbers of 1/16 to 1/120 of a step before they become codes. A vector that is too
-    large for the highest steps, with elements of 2**(bits + 14) or nearly so, is halved until it is not.
+    Elements become whole numbers of 1/16 to 1/120 of a scale before they become codes. A vector that is too
+    large for the highest scales, with elements of 2**(bits + 14) or nearly so, is halved until it is not.
 
     Examples
     --------
-    >>> codes, step = encode(np.array([[-3, -2, 1, 3]], np.float32) / 4, bits=2)
-    >>> codes, STEP_SIZES[step]
+    >>> codes, scale = encode(np.array([[-3, -2, 1, 3]], np.float32) / 4, bits=2)
+    >>> codes, SCALES[scale]
     (array([[0, 0, 2, 3]], dtype=uint8), array([0.234375], dtype=float32))
     """
     codes, byte = np.full(x.shape, 2 ** (bits - 1), np.uint8), np.zeros(len(x), np.uint8)
     finite = np.isfinite(x).all(axis=1)
-    byte[~finite] = NAN_STEP
+    byte[~finite] = NAN_SCALE
     usual = np.flatnonzero(finite & (x != 0).any(axis=1))
     if not len(usual):
         return codes, byte
     x = x[usual]
     x = times_power(x, np.minimum(bits + 13 - exponent_above(np.abs(x).max(axis=1)), 0))
-    found = search_step(x, bits, np.broadcast_to(decoded, len(codes))[usual])
+    found = search_scale(x, bits, np.broadcast_to(decoded, len(codes))[usual])
     byte[usual] = found
-    usual, x, step = usual[found > 0], x[found > 0], STEP_SIZES[found[found > 0]]
-    unit = _exponent(step) - CODE_PARTS[bits]
-    x, step = to_units(times_power(x, -unit)), np.ldexp(step, -unit)
-    codes[usual] = grid_codes(x, step[:, None], bits).astype(np.uint8)
+    usual, x, scale = usual[found > 0], x[found > 0], SCALES[found[found > 0]]
+    unit = _exponent(scale) - CODE_PARTS[bits]
+    x, scale = to_units(times_power(x, -unit)), np.ldexp(scale, -unit)
+    codes[usual] = grid_codes(x, scale[:, None], bits).astype(np.uint8)
     return codes, byte
 
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from kvlab.reference import blocks
 from kvlab.reference.pages import (
-    STEP_SIZES,
+    SCALES,
     TOKENS_PER_PAGE,
     bit_address,
     code_words,
@@ -104,9 +104,9 @@ def encode_page(
         else:
             codes, byte = encode(x, bits)
             region = _region(codes, bits, side)
-        step_sizes = np.zeros(TOKENS_PER_PAGE, np.uint8)
-        step_sizes[: len(byte)] = byte
-        parts += [region, step_sizes]
+        scales = np.zeros(TOKENS_PER_PAGE, np.uint8)
+        scales[: len(byte)] = byte
+        parts += [region, scales]
     tail = np.zeros(3 * TOKENS_PER_PAGE, np.uint8)
     tail[: 2 * len(positions)] = positions.astype("<u2").view(np.uint8)
     tail[2 * TOKENS_PER_PAGE :][: len(importance)] = importance
@@ -132,7 +132,7 @@ def decode_page(
         if bits == 16:
             values.append(widen(codes, dtype))
         else:
-            values.append(grid_values(codes, STEP_SIZES[next(parts)][:, None], bits))
+            values.append(grid_values(codes, SCALES[next(parts)][:, None], bits))
     return Page(values[0], values[1], next(parts).view("<u2"), next(parts))
 
 

@@ -235,8 +235,8 @@ def test_a_side_whose_width_stays_keeps_its_codes(bits, side, budget):
                 continue
             record = pages.pools[rung][index]
             first, width, steps = {
-                "k": (layout.k_codes, layout.bits_k, layout.k_step_sizes),
-                "v": (layout.v_codes, layout.bits_v, layout.v_step_sizes),
+                "k": (layout.k_codes, layout.bits_k, layout.k_scales),
+                "v": (layout.v_codes, layout.bits_v, layout.v_scales),
             }[side]
             stream = np.unpackbits(record[first:], bitorder="little")
             bits_of = stream[bit_address(width, DIM, side)[slot]]

@@ -86,8 +86,8 @@ def carry_out(store: DeviceStore, arena: np.ndarray, moves: np.ndarray, new: dic
         (k, v), present, wanted = old.read(), old.layout, target.layout
         raw, scales = encoded(wanted, frames[token], dtype, k, v), []
         for had, has, first in (
-            (present.bits_k, wanted.bits_k, present.k_step_sizes),
-            (present.bits_v, wanted.bits_v, present.v_step_sizes),
+            (present.bits_k, wanted.bits_k, present.k_scales),
+            (present.bits_v, wanted.bits_v, present.v_scales),
         ):
             assert np.all(np.less_equal(has, had))
             scales.append(RAW if had == 16 else old.scale(first) if had == has else DECODED)

@@ -77,8 +77,8 @@ def written(
     """Return what `pool` must be after `encode_tokens`, by the oracle and bit by bit."""
     pool = pool.copy()
     for x, side, of_codes, width, start, steps in (
-        (k, "k", decoded[0], layout.bits_k, layout.k_codes, layout.k_step_sizes),
-        (v, "v", decoded[1], layout.bits_v, layout.v_codes, layout.v_step_sizes),
+        (k, "k", decoded[0], layout.bits_k, layout.k_codes, layout.k_scales),
+        (v, "v", decoded[1], layout.bits_v, layout.v_codes, layout.v_scales),
     ):
         if width == 16:
             codes = reference.narrow(x, dtype)
@@ -107,12 +107,12 @@ def test_the_parts_of_a_record_follow_each_other(case: tuple[PageLayout, str]) -
     importance = rng.integers(0, 256, TOKENS_PER_PAGE, dtype=np.uint8)
     record = records.encode_page(k, v, layout.bits_k, layout.bits_v, dtype, positions, importance)
     assert record.size == layout.nbytes
-    offsets = [layout.k_codes, layout.k_step_sizes, layout.v_codes, layout.v_step_sizes, layout.positions]
+    offsets = [layout.k_codes, layout.k_scales, layout.v_codes, layout.v_scales, layout.positions]
     offsets += [layout.importance, layout.nbytes]
     assert all(offset % 16 == 0 for offset in offsets)
     for width, codes, steps, end in (
-        (layout.bits_k, layout.k_codes, layout.k_step_sizes, layout.v_codes),
-        (layout.bits_v, layout.v_codes, layout.v_step_sizes, layout.positions),
+        (layout.bits_k, layout.k_codes, layout.k_scales, layout.v_codes),
+        (layout.bits_v, layout.v_codes, layout.v_scales, layout.positions),
     ):
         if isinstance(width, tuple):
             words = blocks.profile_words(width, layout.head_dim)
@@ -207,7 +207,7 @@ def test_the_smallest_vectors(bits: int) -> None:
     expected = written(pool, layout, "float16", page, slot, x, x)
     encode_tokens(pool, layout, "float16", page, slot, x, x)
     np.testing.assert_array_equal(pool, expected)
-    step = pool[page, layout.k_step_sizes + slot]
+    step = pool[page, layout.k_scales + slot]
     assert set(step) >= ({1, 2, 3} if bits == 8 else {0, 3, 4, 5})
     assert bits == 8 or 1 not in step
 
@@ -218,7 +218,7 @@ def test_tokens_read_equal_the_oracle(case: tuple[PageLayout, str], seed: int) -
     layout, dtype = case
     rng = np.random.default_rng(seed)
     pool = random_pool(rng, layout)
-    steps = pool[:, layout.k_step_sizes : layout.positions]
+    steps = pool[:, layout.k_scales : layout.positions]
     steps[steps > 0xF7] = 0xFF
     before = pool.copy()
     page, slot = some_places(rng, 40)
@@ -330,7 +330,7 @@ def test_what_was_read_is_written_as_it_was(case: tuple[PageLayout, str], seed: 
     pool = random_pool(rng, layout)
     encode_tokens(pool, layout, dtype, page, slot, k, v)
     k, v = decode_tokens(pool, layout, dtype, page, slot)
-    first = ((layout.bits_k, layout.k_step_sizes), (layout.bits_v, layout.v_step_sizes))
+    first = ((layout.bits_k, layout.k_scales), (layout.bits_v, layout.v_scales))
     steps = [pool[page, at + slot] if bits != 16 else np.full(40, RAW) for bits, at in first]
     again = pool.copy()
     encode_tokens(again, layout, dtype, page, slot, np.zeros_like(k), np.zeros_like(v))
@@ -352,12 +352,12 @@ def test_writing_what_was_read(seed: int, bits: int, head_dim: int) -> None:
     pool = random_pool(rng, layout)
     encode_tokens(pool, layout, "float16", *where, x, x)
     first, _ = decode_tokens(pool, layout, "float16", *where)
-    byte = pool[where[0], layout.k_step_sizes + where[1]]
+    byte = pool[where[0], layout.k_scales + where[1]]
 
     again = pool.copy()
     encode_tokens(again, layout, "float16", *where, first, first, np.full((2, len(first)), DECODED, np.int16))
     second, _ = decode_tokens(again, layout, "float16", *where)
-    byte_again = again[where[0], layout.k_step_sizes + where[1]]
+    byte_again = again[where[0], layout.k_scales + where[1]]
 
     same = byte_again == byte
     assert same.mean() >= {2: 0.6, 3: 0.7, 4: 0, 8: 0.9}[bits]
@@ -366,7 +366,7 @@ def test_writing_what_was_read(seed: int, bits: int, head_dim: int) -> None:
     moved = np.square(second - first, dtype=np.float64).sum(axis=1)
     assert (moved <= 0.2 * np.square(first, dtype=np.float64).sum(axis=1)).all()
     codes, _ = reference.encode(first, bits, np.ones(len(first), bool))
-    kept = reference.grid_codes(first, reference.STEP_SIZES[byte][:, None], bits)
+    kept = reference.grid_codes(first, reference.SCALES[byte][:, None], bits)
     np.testing.assert_array_equal(codes[same], kept[same])
 
 

@@ -44,7 +44,7 @@ def test_plan_run_status_collect(tmp_path: Path) -> None:
     result = RUNNER.invoke(cli.app(), ["sweep", "collect", str(folder)])
     assert result.exit_code == 1
     assert "4 cases missing (0-3)" in result.output
-    call("run", folder, "--share", "1/2")
+    call("run", folder, "--part", "1/2")
     assert json.loads(call("status", folder, "--json"))["left_cases"] == "0,2"
     call("run", folder, "--cases", "0,2")
     assert "4 done, 0 failed, 0 left" in call("status", folder)
@@ -106,7 +106,7 @@ def test_a_report_of_nothing_says_what_to_do(tmp_path: Path) -> None:
 
 def test_wrong_choices_of_cases_are_refused(tmp_path: Path) -> None:
     call("plan", tmp_path, *SMALL, *GEOMETRY)
-    for option, value in (("--cases", "4"), ("--cases", "x"), ("--share", "2/2"), ("--share", "a")):
+    for option, value in (("--cases", "4"), ("--cases", "x"), ("--part", "2/2"), ("--part", "a")):
         result = RUNNER.invoke(cli.app(), ["sweep", "run", str(tmp_path), option, value])
         assert isinstance(result.exception, ValueError)
 

@@ -71,16 +71,16 @@ def draw_pool(rng: np.random.Generator, layout: PageLayout, dtype: str, pages: i
             pool[:, begin:end] = values.view(np.uint8)
         else:
             noise = np.exp(0.3 * rng.standard_normal((pages, TOKENS_PER_PAGE))).astype(np.float16)
-            step = np.float16(0.25 if isinstance(bits, tuple) else 1.7 / 2**bits) * noise
-            pool[:, end : end + TOKENS_PER_PAGE] = (step.view(np.uint16) >> 7).astype(np.uint8)
+            scale = np.float16(0.25 if isinstance(bits, tuple) else 1.7 / 2**bits) * noise
+            pool[:, end : end + TOKENS_PER_PAGE] = (scale.view(np.uint16) >> 7).astype(np.uint8)
     return pool
 
 
 def sides_of(layout: PageLayout) -> dict[str, tuple[Any, int, int]]:
-    """Of K and V: bits, and where codes begin and end; steps follow."""
+    """Of K and V: bits, and where codes begin and end; scales follow."""
     return {
-        "k": (layout.bits_k, layout.k_codes, layout.k_step_sizes),
-        "v": (layout.bits_v, layout.v_codes, layout.v_step_sizes),
+        "k": (layout.bits_k, layout.k_codes, layout.k_scales),
+        "v": (layout.bits_v, layout.v_codes, layout.v_scales),
     }
 
 

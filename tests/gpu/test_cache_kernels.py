@@ -36,7 +36,7 @@ from kvlab.ops.layer_state import OBSERVED, UNIT, WAITING_ENTRIES, WAITING_PAGES
 from kvlab.pages import NO_PAGE, TOKENS_PER_PAGE, PageLayout, encode_importance, profile_names
 from kvlab.reference.blocks import KeyFrame, decode_blocks, encode_blocks, profile_bits, rotate_in_blocks
 from kvlab.reference.pages import (
-    STEP_SIZES,
+    SCALES,
     bit_address,
     encode,
     grid_values,
@@ -123,8 +123,8 @@ class Record:
     def _side(self, side: str) -> tuple[Any, slice, int]:
         layout = self.layout
         if side == "k":
-            return layout.bits_k, slice(layout.k_codes, layout.k_step_sizes), layout.k_step_sizes
-        return layout.bits_v, slice(layout.v_codes, layout.v_step_sizes), layout.v_step_sizes
+            return layout.bits_k, slice(layout.k_codes, layout.k_scales), layout.k_scales
+        return layout.bits_v, slice(layout.v_codes, layout.v_scales), layout.v_scales
 
     def _places(self, side: str) -> list[tuple[slice, np.ndarray]]:
         """Channels of one width, in order, and where the bits of their codes are, (16, channels, width)."""
@@ -233,7 +233,7 @@ def test_moves(monkeypatch: pytest.MonkeyPatch, bits: str, head_dim: int, dtype:
         places += [(s, r, s * slab + p * record // UNIT) for p in range(min(3, device.slab[0] // record))]
     for _, r, address in places:  # steps of stored tokens are finite
         record = before[address * UNIT :]
-        for at in (layouts[r].k_step_sizes, layouts[r].v_step_sizes):
+        for at in (layouts[r].k_scales, layouts[r].v_scales):
             record[at : at + PAGE] = rng.integers(0x50, 0xA0, PAGE)
     device.arenas[0][...] = to_device(before, device.like)
     frames = frames_of(device, head_dim)
@@ -292,7 +292,7 @@ def move_reference(old: Record, at: int, new: Record, slot: int, frame: Frame, d
             raw = widen(code, dtype)[None]
             x = (frame.keys(raw, dtype) if side == "k" else frame.values(raw))[0]
         elif isinstance(bits_old, int):
-            x = grid_values(code, STEP_SIZES[step], bits_old)
+            x = grid_values(code, SCALES[step], bits_old)
         else:
             x = decode_blocks(code[None], np.array([step]), bits_old)[0]
         codes, steps = encoded(x[None], bits_new, bits_old != 16)

@@ -174,21 +174,19 @@ def test_queries_of_any_size(backend: Any, dtype: str, size: float) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("order", ["rising", "falling", "random", "tiny"])
 def test_values_of_any_size(backend: Any, dtype: str, order: str) -> None:
-    """Steps of V from 0 to 1 or 300 in one sequence, raw values among them; or none above 1e-4."""
+    """Scales of V from 0 to 1 or 300 in one sequence, raw values among them; or none above 1e-4."""
     rungs = ((2, 2), (4, 4), (8, 8)) + ((16, 16),) * (order != "tiny")
     pages = draw_pages(14, dtype, 64, rungs, np.array([[60, 90]]), full=True)
     rng = np.random.default_rng(14)
     for head, n in enumerate(pages.num_pages[0]):
         rising = np.linspace(0, 180 if dtype == "bfloat16" else 110, n).astype(np.uint8)
         orders = {"falling": rising[::-1], "random": rng.permutation(rising), "tiny": np.full_like(rising, 8)}
-        steps = orders.get(order, rising)
-        for rung, index, step in zip(pages.rung[0, head], pages.index[0, head], steps, strict=False):
+        scales = orders.get(order, rising)
+        for rung, index, scale in zip(pages.rung[0, head], pages.index[0, head], scales, strict=False):
             layout = pages.layouts[rung]
             if layout.bits_v < 16:
                 noise = rng.integers(0, 8, 16, np.uint8)
-                pages.pools[rung][index, layout.v_step_sizes : layout.v_step_sizes + 16] = step + noise * (
-                    step > 0
-                )
+                pages.pools[rung][index, layout.v_scales : layout.v_scales + 16] = scale + noise * (scale > 0)
     check(backend, draw_queries(14, dtype, 1, 1, 4, 64), pages)
 
 
@@ -272,7 +270,7 @@ def test_only_empty_pages(backend: Any) -> None:
 
 def test_nan_of_a_live_token_shows(backend: Any) -> None:
     pages = draw_pages(2, "bfloat16", 128, ((4, 4),), np.array([[9, 9]]), full=True)
-    pages.pools[0][pages.index[0, 1, 4], pages.layouts[0].v_step_sizes + 7] = 0xFF
+    pages.pools[0][pages.index[0, 1, 4], pages.layouts[0].v_scales + 7] = 0xFF
     out = to_numpy(attend(backend, draw_queries(2, "bfloat16", 1, 1, 8, 128), pages).out).astype(np.float32)
     assert np.isnan(out[0, 0, 4:]).all()
     assert np.isfinite(out[0, 0, :4]).all()

@@ -82,18 +82,20 @@ def test_queries_of_any_size(dtype: str, unit: float, size: int, ladder: str) ->
 @each_size
 @each_ladder
 def test_values_of_any_size(dtype: str, order: str, size: int, ladder: str) -> None:
-    """Steps of V from 0 to 1 or 300 in one sequence, page by page or in every page."""
+    """Scales of V from 0 to 1 or 300 in one sequence, page by page or in every page."""
     pages = draw_pages(14, dtype, 64, LADDERS[ladder], np.array([[60, 90]]), full=True)
     rng, most = np.random.default_rng(14), 180 if dtype == "bfloat16" else 110
     for head, n in enumerate(pages.num_pages[0]):
         rising = np.linspace(0, most, n).astype(np.uint8)
-        steps = {"falling": rising[::-1], "random": rng.permutation(rising)}.get(order, rising)
-        for rung, index, step in zip(pages.rung[0, head], pages.index[0, head], steps, strict=False):
+        scales = {"falling": rising[::-1], "random": rng.permutation(rising)}.get(order, rising)
+        for rung, index, scale in zip(pages.rung[0, head], pages.index[0, head], scales, strict=False):
             layout = pages.layouts[rung]
             own = (
-                rng.integers(0, most, 16) if order == "within" else step + rng.integers(0, 8, 16) * (step > 0)
+                rng.integers(0, most, 16)
+                if order == "within"
+                else scale + rng.integers(0, 8, 16) * (scale > 0)
             )
-            pages.pools[rung][index, layout.v_step_sizes : layout.v_step_sizes + 16] = own
+            pages.pools[rung][index, layout.v_scales : layout.v_scales + 16] = own
     check(packed_cuda, draw_queries(14, dtype, 1, 1, 8 * size, 64), pages)
 
 
@@ -103,7 +105,7 @@ def test_one_token_takes_all(size: int, ladder: str) -> None:
     """A key along the query, 10 binary orders above the others."""
     pages = draw_pages(15, "float16", 64, LADDERS[ladder], np.array([[33]]), full=True)
     layout, index = pages.layouts[pages.rung[0, 0, 21]], pages.index[0, 0, 21]
-    pages.pools[pages.rung[0, 0, 21]][index, layout.k_step_sizes + 9] += 32  # 16 times as long
+    pages.pools[pages.rung[0, 0, 21]][index, layout.k_scales + 9] += 32  # 16 times as long
     check(packed_cuda, draw_queries(15, "float16", 1, 1, 4 * size, 64), pages)
 
 

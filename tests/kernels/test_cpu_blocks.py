@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvlab.ops.cpu.page_tokens import prepared_frames
 from kvlab.reference import blocks as reference
-from kvlab.reference.pages import STEP_SIZES
+from kvlab.reference.pages import SCALES
 from tests.strategies import SEEDS, page_vectors
 
 PROFILES = [
@@ -96,7 +96,7 @@ def test_ties(profile: tuple[int, ...]) -> None:
     x = rng.standard_normal((300, 64), dtype=np.float32) * 16
     _, byte = reference.encode_blocks(x, profile)
     width = np.repeat(profile, 16)
-    half = STEP_SIZES[byte][:, None] * np.array([reference.FACTORS[w] for w in width], np.float32)
+    half = SCALES[byte][:, None] * np.array([reference.FACTORS[w] for w in width], np.float32)
     part = np.exp2(np.floor(np.log2(np.maximum(half, 1e-9))) - 5)
     x[:, ::3] = (np.rint(x / part) * part + part / 2)[:, ::3]
     x[:, 1::3] = (np.rint(x / np.maximum(half, 1e-9)) * half)[:, 1::3]

@@ -148,7 +148,7 @@ def test_ties(bits: int) -> None:
     rng = np.random.default_rng(bits)
     x = rng.standard_normal((300, 64), dtype=np.float32)
     _, byte = reference.encode(x, bits)
-    step = reference.STEP_SIZES[byte][:, None]
+    step = reference.SCALES[byte][:, None]
     part = np.exp2(np.floor(np.log2(step)) - {2: 6, 3: 5, 4: 4, 8: 4}[bits])
     unit = np.exp2(np.floor(np.log2(np.abs(x).max(axis=1, keepdims=True))) - 7)
     x[:, :20] = np.rint(x[:, :20] / part) * part + part / 2
@@ -172,7 +172,7 @@ def test_one_bit_more_or_less_is_seen() -> None:
     x = x / np.abs(x).max(axis=1, keepdims=True)
     for bits in QUANTISED:
         codes, byte = encoded(x, bits, np.zeros(len(x), bool))
-        step = reference.STEP_SIZES[byte][:, None]
+        step = reference.SCALES[byte][:, None]
         wrong = reference.grid_codes(x + step / 16, step, bits)
         assert (codes != wrong).any()
     bits_of = reference.rotate(x).view(np.uint32)

@@ -1,8 +1,8 @@
 """What pages/search.cuh and pages/encode_tile.cuh take for granted.
 
-Codes are made of whole numbers of parts of a step, which has 16 to 120 of them: products with reciprocals
-that are nearly right have the floors of quotients, in float32 and in float16. There are few such steps and a
-few thousand numbers, so all are tried. Steps are searched in bytes, and sums of squares are exact.
+Codes are made of whole numbers of parts of a scale, which has 16 to 120 of them: products with reciprocals
+that are nearly right have the floors of quotients, in float32 and in float16. There are few such scales and a
+few thousand numbers, so all are tried. Scales are searched in bytes, and sums of squares are exact.
 
 A product of two float32 or float16 numbers is exact in float64, and so are the sums here.
 """
@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvlab.reference.pages import STEP_SIZES, guess_step, rotate
+from kvlab.reference.pages import SCALES, guess_scale, rotate
 
 ROUNDER = np.float64(1.5 * 2**23)
-PARTS = {2: 64, 3: 32, 4: 16, 8: 16}  # of a step, or up to twice as many
+PARTS = {2: 64, 3: 32, 4: 16, 8: 16}  # of a scale, or up to twice as many
 Doubles = NDArray[np.float64]
 
 # Numbers of parts, and of units of 2**-24 in float16: of 11 significant bits.
@@ -26,30 +26,30 @@ _SIZES = np.concatenate([np.arange(2048), np.arange(2048, 4096, 2), np.arange(40
 NUMBERS = np.concatenate([-_SIZES[:0:-1], _SIZES])
 
 
-def steps_in_parts(bits: int) -> list[int]:
-    """All that steps can be: their mantissas, subnormal numbers among them."""
-    return [int(step) for step in np.unique(2 * PARTS[bits] * np.frexp(STEP_SIZES[1:0xF8])[0])]
+def scales_in_parts(bits: int) -> list[int]:
+    """All that scales can be: their mantissas, subnormal numbers among them."""
+    return [int(scale) for scale in np.unique(2 * PARTS[bits] * np.frexp(SCALES[1:0xF8])[0])]
 
 
-# Of 4 bits in a profile half a cell is 12 steps, and whole cells have a whole number of parts.
-IN_BLOCKS = [float(half) for half in np.unique(2 * PARTS[4] * np.frexp(12 * STEP_SIZES[1:0xF8])[0])]
-ALL = [(bits, step) for bits in PARTS for step in steps_in_parts(bits)] + [(4, half) for half in IN_BLOCKS]
-HALVES = [(bits, step) for bits, step in ALL if bits < 8]
+# Of 4 bits in a profile half a cell is 12 scales, and whole cells have a whole number of parts.
+IN_BLOCKS = [float(half) for half in np.unique(2 * PARTS[4] * np.frexp(12 * SCALES[1:0xF8])[0])]
+ALL = [(bits, scale) for bits in PARTS for scale in scales_in_parts(bits)] + [(4, half) for half in IN_BLOCKS]
+HALVES = [(bits, scale) for bits, scale in ALL if bits < 8]
 
 
 def test_steps_in_parts() -> None:
     for bits, parts in PARTS.items():
-        assert steps_in_parts(bits) == [parts // 8 * eighth for eighth in range(8, 16)]
+        assert scales_in_parts(bits) == [parts // 8 * eighth for eighth in range(8, 16)]
     assert sorted(IN_BLOCKS) == [16.5, 18, 19.5, 21, 22.5, 24, 27, 30]
 
 
-def floors(numbers: np.ndarray, step: float, bits: int) -> np.ndarray:
+def floors(numbers: np.ndarray, scale: float, bits: int) -> np.ndarray:
     """The codes of whole numbers, by floors of integers."""
-    return np.clip(numbers // (2 * step) + 2 ** (bits - 1), 0, 2**bits - 1)
+    return np.clip(numbers // (2 * scale) + 2 ** (bits - 1), 0, 2**bits - 1)
 
 
 def reciprocal(x: np.float32, ulps: int) -> np.float32:
-    """The nearest float32 of 1 / x, or one that is some steps off."""
+    """The nearest float32 of 1 / x, or one that is some ulps off."""
     result: np.float32 = ((np.float32(1) / x).view(np.int32) + np.int32(ulps)).view(np.float32)
     return result
 
@@ -67,19 +67,19 @@ def test_rounding_by_a_sum() -> None:
         assert np.array_equal(rounded, np.rint(numbers * factor))
 
 
-def part_codes(step: float, bits: int, ulps: int, spare: float = 0.5) -> Doubles:
+def part_codes(scale: float, bits: int, ulps: int, spare: float = 0.5) -> Doubles:
     """Codes by a fused operation that is cut to a part of the grid, 0 ... 1, and one that rounds down."""
-    per_unit = reciprocal(np.float32(np.ldexp(step, bits + 1 - 24)), ulps).astype(np.float64)
+    per_unit = reciprocal(np.float32(np.ldexp(scale, bits + 1 - 24)), ulps).astype(np.float64)
     first = np.float32(per_unit * spare * 2.0**-24 + 0.5)
     part = (NUMBERS * 2.0**-24 * per_unit + np.float64(first)).astype(np.float32)
     return np.floor(np.clip(part, 0, 1).astype(np.float64) * (2**bits * (1 - 2.0**-16)))
 
 
 @pytest.mark.parametrize("ulps", range(-2, 3))
-@pytest.mark.parametrize(("bits", "step"), ALL)
-def test_floor_of_a_part(bits: int, step: float, ulps: int) -> None:
-    assert np.array_equal(part_codes(step, bits, ulps), floors(NUMBERS, step, bits))
-    assert not np.array_equal(part_codes(step, bits, ulps, spare=0.0), floors(NUMBERS, step, bits))
+@pytest.mark.parametrize(("bits", "scale"), ALL)
+def test_floor_of_a_part(bits: int, scale: float, ulps: int) -> None:
+    assert np.array_equal(part_codes(scale, bits, ulps), floors(NUMBERS, scale, bits))
+    assert not np.array_equal(part_codes(scale, bits, ulps, spare=0.0), floors(NUMBERS, scale, bits))
 
 
 # ---- pages/encode_tile.cuh below 8 bits: float16, where a whole number n is n 2**-24
@@ -90,10 +90,10 @@ def half(x: Any) -> Doubles:
     return np.asarray(x).astype(np.float16).astype(np.float64)
 
 
-def half_codes(step: float, bits: int, ulps: int = 0, spare: float = 0.5) -> Doubles:
+def half_codes(scale: float, bits: int, ulps: int = 0, spare: float = 0.5) -> Doubles:
     """Codes by two fused operations: cut to 0 ... 1, and from there to 1536 + code."""
     last = np.float32(2**bits - 1)
-    part = reciprocal(np.float32(np.ldexp(step, -24)), ulps) * (np.float32(0.5) / last)
+    part = reciprocal(np.float32(np.ldexp(scale, -24)), ulps) * (np.float32(0.5) / last)
     up = half(part)
     first = half(half(up * 2.0**-12) * 2.0**-12 * spare + 0.5)
     cut = np.clip(half(NUMBERS * 2.0**-24 * up + first), 0, 1)
@@ -101,18 +101,18 @@ def half_codes(step: float, bits: int, ulps: int = 0, spare: float = 0.5) -> Dou
 
 
 @pytest.mark.parametrize("ulps", range(-2, 3))
-@pytest.mark.parametrize(("bits", "step"), HALVES)
-def test_floor_in_float16(bits: int, step: float, ulps: int) -> None:
-    assert np.array_equal(half_codes(step, bits, ulps), floors(NUMBERS, step, bits))
+@pytest.mark.parametrize(("bits", "scale"), HALVES)
+def test_floor_in_float16(bits: int, scale: float, ulps: int) -> None:
+    assert np.array_equal(half_codes(scale, bits, ulps), floors(NUMBERS, scale, bits))
 
 
 def test_floor_in_float16_has_little_to_spare() -> None:
-    """Steps of more parts, which there are not, would go wrong, and without half a number all would."""
+    """Scales of more parts, which there are not, would go wrong, and without half a number all would."""
     for bits, first in ((3, 102), (4, 49)):
         wrong = [s for s in range(32, 121) if (half_codes(s, bits) != floors(NUMBERS, s, bits)).any()]
         assert min(wrong) == first
-    for bits, step in HALVES:
-        assert (half_codes(step, bits, spare=0.0) != floors(NUMBERS, step, bits)).any()
+    for bits, scale in HALVES:
+        assert (half_codes(scale, bits, spare=0.0) != floors(NUMBERS, scale, bits)).any()
 
 
 # ---- both: the search, in bytes
@@ -135,9 +135,9 @@ def vectors(head_dim: int) -> np.ndarray:
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 def test_sizes_and_steps_are_bytes(head_dim: int, bits: int) -> None:
-    """Sizes, and all steps that are tried: the largest middles of their grids; sums of squares are exact.
+    """Sizes, and all scales that are tried: the largest middles of their grids; sums of squares are exact.
 
-    Steps of tiny vectors are cut: up to byte 8 they are further apart than 1/8 of the lower one.
+    Scales of tiny vectors are cut: up to byte 8 they are further apart than 1/8 of the lower one.
     """
     x = vectors(head_dim)
     above = np.abs(x).max(axis=1, keepdims=True) * np.float32(1 + 2**-7)
@@ -148,17 +148,17 @@ def test_sizes_and_steps_are_bytes(head_dim: int, bits: int) -> None:
     assert np.square(sizes).sum(axis=1).max() < 2**24
 
     decoded = np.arange(len(x)) % 2 == 0
-    below = guess_step(x, bits, decoded).astype(np.float16).view(np.uint16).astype(np.int64) >> 7
+    below = guess_scale(x, bits, decoded).astype(np.float16).view(np.uint16).astype(np.int64) >> 7
     tried = np.clip(below, 3, 0xF5)[:, None] + (np.arange(-1, 3) if bits < 4 else np.arange(2))
-    steps = np.floor(STEP_SIZES[tried] / unit).astype(np.int64)
+    scales = np.floor(SCALES[tried] / unit).astype(np.int64)
     is_usual = below >= 7
     assert is_usual.sum() > 1000
-    assert {2: 190, 3: 170, 4: 100}[bits] < (steps[is_usual] << (bits - 1)).max() < 256
-    steps = np.minimum(steps, 255 >> (bits - 1))
-    assert steps.min() > 0
+    assert {2: 190, 3: 170, 4: 100}[bits] < (scales[is_usual] << (bits - 1)).max() < 256
+    scales = np.minimum(scales, 255 >> (bits - 1))
+    assert scales.min() > 0
     left = sizes[:, None]
     for k in range(bits - 1, -1, -1):
-        left = np.abs(left - (steps << k)[..., None])
+        left = np.abs(left - (scales << k)[..., None])
     assert np.square(left).sum(axis=2).max() < 2**24
 
 
@@ -166,26 +166,26 @@ def test_sizes_and_steps_are_bytes(head_dim: int, bits: int) -> None:
 def test_folded_sizes_are_errors(bits: int) -> None:
     """What is left of a size that is folded in the middle of what is left of the grid, time after time."""
     sizes = np.arange(256)
-    for step in range(1, 256 >> (bits - 1)):
+    for scale in range(1, 256 >> (bits - 1)):
         left = sizes
         for k in range(bits - 1, -1, -1):
-            left = np.abs(left - (step << k))
-        error = sizes - (2 * floors(sizes, step, bits) + 1 - 2**bits) * step
+            left = np.abs(left - (scale << k))
+        error = sizes - (2 * floors(sizes, scale, bits) + 1 - 2**bits) * scale
         assert np.array_equal(left, np.abs(error))
 
 
 @pytest.mark.parametrize("bits", [2, 3])
 def test_errors_are_sums_of_folded_sizes(bits: int) -> None:
-    """But for the sum of squares of sizes, which all steps have: every square is one of the fold before."""
+    """But for the sum of squares of sizes, which all scales have: every square is one of the fold before."""
     sizes = np.arange(256)
-    for step in range(1, 256 >> (bits - 1)):
+    for scale in range(1, 256 >> (bits - 1)):
         left, sums = sizes, 0
         for k in range(bits - 1, 0, -1):
-            left = np.abs(left - (step << k))
+            left = np.abs(left - (scale << k))
             sums = sums + left * 2 ** (k - 1)
-        error = np.square(np.abs(left - step)) - sizes**2
-        of_steps = (4**bits - 1) // 3 * step
-        assert np.array_equal(error, step * (of_steps - 2**bits * sizes - 2 * sums))
+        error = np.square(np.abs(left - scale)) - sizes**2
+        of_scales = (4**bits - 1) // 3 * scale
+        assert np.array_equal(error, scale * (of_scales - 2**bits * sizes - 2 * sums))
 
 
 def test_bfloat16_has_the_order_of_float16() -> None:

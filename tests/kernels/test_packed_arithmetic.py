@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvlab.reference.pages import STEP_SIZES, bit_address
+from kvlab.reference.pages import SCALES, bit_address
 
 F32 = np.float32
 Array = NDArray[Any]
@@ -114,14 +114,14 @@ def test_masked_words_are_the_codes(bits: int, side: str, head_dim: int) -> None
 
 @dataclass
 class Quad:
-    """Codes and step bytes of K and V of four pages; `count` slots are in use."""
+    """Codes and scale bytes of K and V of four pages; `count` slots are in use."""
 
     bits: int
     count: int
     k: Array
     v: Array
-    k_step_sizes: Array
-    v_step_sizes: Array
+    k_scales: Array
+    v_scales: Array
 
 
 @dataclass
@@ -178,21 +178,21 @@ def attend(state: State, quad: Quad, q: Array, with_rest: bool) -> None:
     tile = subnormal(quad.k, row_bit[:, None] + second_bit(bits))
     middle = -((1 << bits) - 1) * 0.5 / (1 << 24) * 2.0**row_bit
     raw = (factors @ tile.T + total[:, None] * middle).astype(F32)
-    factor = STEP_SIZES[quad.k_step_sizes] * (F32(2.0 ** (25 - e)) / F32(2) ** row_bit.astype(F32))
+    factor = SCALES[quad.k_scales] * (F32(2.0 ** (25 - e)) / F32(2) ** row_bit.astype(F32))
     s = raw * factor - state.row_max[:, None]
     s[:, ~used] = -np.inf
 
-    # row_max follows the maximum, p_exponent the largest step.
-    steps = np.where(used, STEP_SIZES[quad.v_step_sizes], 0)
+    # row_max follows the maximum, p_exponent the largest scale.
+    scales = np.where(used, SCALES[quad.v_scales], 0)
     top = s.max(1)
-    exponent_changes = steps.max() > state.scale_limit
+    exponent_changes = scales.max() > state.scale_limit
     if (top > state.max_excess).any() or (exponent_changes and np.isfinite(top).any()):
         empty = np.isneginf(state.max_excess)
         exponent_before = F32(0) if empty else state.max_excess - SLACK
         if empty:
             state.max_excess = SLACK
         if exponent_changes:
-            largest = int(np.float16(steps.max()).view(np.uint16)) >> 10
+            largest = int(np.float16(scales.max()).view(np.uint16)) >> 10
             state.max_excess = SLACK + F32(20 - largest)
             state.scale_limit = float(np.uint16(min(largest * 0x400 + 0x7FF, 0x7C00)).view(np.float16))
         rise = (top if empty else np.maximum(top, exponent_before)) - (state.max_excess - SLACK)
@@ -204,9 +204,9 @@ def attend(state: State, quad: Quad, q: Array, with_rest: bool) -> None:
     p = np.exp2(s)
     state.sum = state.sum + p.sum(1)
 
-    # Probabilities times steps in float16, and the sum of raw codes; the constant is a product of its own.
-    weights = (p * steps).astype(np.float16)
-    assert np.isfinite(weights).all(), "p times step overflows"
+    # Probabilities times scales in float16, and the sum of raw codes; the constant is a product of its own.
+    weights = (p * scales).astype(np.float16)
+    assert np.isfinite(weights).all(), "p times scale overflows"
     if state.bits != bits:
         change_basis(state, bits)
     tile = subnormal(quad.v, channel_bit(bits) + np.zeros_like(quad.v))
@@ -222,23 +222,23 @@ def result(state: State) -> tuple[Array, Array]:
     return state.out / state.sum[:, None], (state.row_max + np.log2(state.sum)) * F32(np.log(2))
 
 
-def values_of(codes: Array, steps: Array, bits: int) -> Array:
-    return (2.0 * codes + 1 - (1 << bits)) * STEP_SIZES[steps].astype(np.float64)[:, None]
+def values_of(codes: Array, scales: Array, bits: int) -> Array:
+    return (2.0 * codes + 1 - (1 << bits)) * SCALES[scales].astype(np.float64)[:, None]
 
 
 @st.composite
 def quad_lists(draw: st.DrawFn) -> tuple[list[Quad], Array]:
-    """Up to six quads whose steps of V lie anywhere between 0 and 500, and queries with scores up to 50."""
+    """Up to six quads whose scales of V lie anywhere between 0 and 500, and queries with scores up to 50."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     quads = []
     for _ in range(draw(st.integers(1, 6))):
         bits, count = draw(st.sampled_from([2, 3, 4, 8])), draw(st.integers(1, 64))
         low = draw(st.integers(0, 180))
         k, v = rng.integers(0, 1 << bits, (2, 64, HEAD_DIM))
-        k_step_sizes = np.abs(STEP_SIZES[:0xF8] - F32(1.5 / (1 << bits))).argmin() + rng.integers(-4, 5, 64)
-        v_step_sizes = low + rng.integers(0, draw(st.integers(1, 12)), 64)
-        v_step_sizes[count:] = 0xFF  # NaN, and must not matter
-        quads.append(Quad(bits, count, k, v, k_step_sizes.astype(np.uint8), v_step_sizes.astype(np.uint8)))
+        k_scales = np.abs(SCALES[:0xF8] - F32(1.5 / (1 << bits))).argmin() + rng.integers(-4, 5, 64)
+        v_scales = low + rng.integers(0, draw(st.integers(1, 12)), 64)
+        v_scales[count:] = 0xFF  # NaN, and must not matter
+        quads.append(Quad(bits, count, k, v, k_scales.astype(np.uint8), v_scales.astype(np.uint8)))
     q = (
         rng.standard_normal((ROWS, HEAD_DIM))
         * 10.0 ** np.array(draw(st.tuples(*[st.integers(-3, 0)] * ROWS)))[:, None]
@@ -278,18 +278,18 @@ def attend_all(quads: list[Quad], q: Array, with_rest: bool = False) -> tuple[Ar
 @pytest.mark.parametrize("with_rest", [False, True])
 @given(case=quad_lists())
 def test_results_are_as_close_as_promised(with_rest: bool, case: tuple[list[Quad], Array]) -> None:
-    """Whatever the widths, in whatever order, however large steps and queries."""
+    """Whatever the widths, in whatever order, however large scales and queries."""
     assert judge(*case, *attend_all(*case, with_rest), with_rest) <= 1
 
 
 def ordinary_quads() -> tuple[list[Quad], Array]:
-    """Full quads of every width, with steps as normal numbers have them, and queries."""
+    """Full quads of every width, with scales as normal numbers have them, and queries."""
     rng = np.random.default_rng(0)
     quads = []
     for bits in (2, 3, 4, 8, 2):
-        near = np.abs(STEP_SIZES[:0xF8] - F32(1.5 / (1 << bits))).argmin()
-        codes, steps = rng.integers(0, 1 << bits, (2, 64, HEAD_DIM)), near + rng.integers(-4, 5, (2, 64))
-        quads.append(Quad(bits, 64, *codes, *steps.astype(np.uint8)))
+        near = np.abs(SCALES[:0xF8] - F32(1.5 / (1 << bits))).argmin()
+        codes, scales = rng.integers(0, 1 << bits, (2, 64, HEAD_DIM)), near + rng.integers(-4, 5, (2, 64))
+        quads.append(Quad(bits, 64, *codes, *scales.astype(np.uint8)))
     q = rng.standard_normal((ROWS, HEAD_DIM)).astype(np.float16)
     return quads, q
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from numpy.typing import NDArray
 
-from kvlab.reference.pages import STEP_SIZES
+from kvlab.reference.pages import SCALES
 from tests.kernels.test_packed_arithmetic import (
     HEAD_DIM,
     ROWS,
@@ -113,7 +113,7 @@ def attend_all(quads: list[Quad], q: Array) -> tuple[Array, Array]:
         start = -((((1 << bits) - 1) * (fixed * left).sum(1, keepdims=True)) >> 1) * weight
         codes = quad.k * weight[:, None] * left
         sums = joined(upper @ codes.T + (start >> 8), lower @ codes.T + (start & 255), 1 << 22)
-        s = sums * (STEP_SIZES[quad.k_step_sizes] * (unit / weight.astype(F32)))
+        s = sums * (SCALES[quad.k_scales] * (unit / weight.astype(F32)))
         s[:, slots >= quad.count] = -np.inf
         top = s.max(1, keepdims=True)
         if (top > row_max + SLACK).any():
@@ -127,7 +127,7 @@ def attend_all(quads: list[Quad], q: Array) -> tuple[Array, Array]:
             )
         p = np.exp2(s - row_max)
         total = total + p.sum(1, keepdims=True)
-        weights = p * np.where(slots < quad.count, STEP_SIZES[quad.v_step_sizes], 0)
+        weights = p * np.where(slots < quad.count, SCALES[quad.v_scales], 0)
         largest = np.maximum(weights.max(1, keepdims=True), F32(2.0**-100))
         one = np.exp2(np.floor(np.log2(largest)) - 15) * F32(65536 / 65535)
         left = np.where(slots % 2, 1, LEFT[bits])
@@ -144,7 +144,7 @@ def attend_all(quads: list[Quad], q: Array) -> tuple[Array, Array]:
 
 @given(quad_lists())
 def test_results_are_closer_than_those_of_float16(case: tuple[list[Quad], Array]) -> None:
-    """Whatever the widths, in whatever order, however large steps and queries."""
+    """Whatever the widths, in whatever order, however large scales and queries."""
     assert judge(*case, *attend_all(*case)) <= 0.5
 
 
@@ -164,17 +164,17 @@ def test_the_largest_sums_fit(bits: int) -> None:
 
 
 PROFILES = ((4, 2, 2, 0), (4, 4, 2, 2), (8, 4, 2, 2), (8, 4, 4, 4), (8, 8, 8, 8), (2, 0, 0, 0))
-CELL = {0: 0, 2: 32, 4: 12, 8: 1}  # half of one, in steps
+CELL = {0: 0, 2: 32, 4: 12, 8: 1}  # half of one, in scales
 
 
 def elements_of(profile: tuple[int, ...], codes: Array) -> Array:
-    """What codes (tokens, head_dim) stand for, in steps."""
+    """What codes (tokens, head_dim) stand for, in scales."""
     width = np.repeat(profile, codes.shape[1] // 4)
     return np.asarray((2 * codes + 1 - (1 << width)) * np.vectorize(CELL.get)(width))
 
 
 def block_scores(profile: tuple[int, ...], codes: Array, q: Array) -> Array:
-    """Scores (rows, tokens) of keys in blocks, of steps of 1: packed/int8_block_scores.cuh."""
+    """Scores (rows, tokens) of keys in blocks, of scales of 1: packed/int8_block_scores.cuh."""
     x, n = q.astype(F32), q.shape[1] // 4
     largest_q = np.abs(x).max(1, keepdims=True)
     fixed = np.rint(x * (F32(MAX_FIXED_POINT) / largest_q)).astype(np.int64)

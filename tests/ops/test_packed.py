@@ -1,7 +1,7 @@
 """packed_attention on every backend against decoded pages in float64, and attention mass from kept scores.
 
-Pages are random bytes, since every code is valid; only steps and raw numbers have to be sensible. Whatever
-must not matter is hostile: steps and raw numbers of unused slots are NaN, entries without tokens name pages
+Pages are random bytes, since every code is valid; only scales and raw numbers have to be sensible. Whatever
+must not matter is hostile: scales and raw numbers of unused slots are NaN, entries without tokens name pages
 of NaN or none, unused entries of the page table name pages, rungs and counts that do not exist.
 """
 
@@ -25,7 +25,7 @@ from kvlab.ops.packed import mass_from_scores, packed_attention
 from kvlab.pages import NO_PAGE, QUAD, TOKENS_PER_PAGE, LayerPages, PageLayout, new_pool
 from kvlab.reference import packed as reference
 from kvlab.reference.codec import hadamard_matrix
-from kvlab.reference.pages import STEP_SIZES, bit_address
+from kvlab.reference.pages import SCALES, bit_address
 from kvlab.registry import last_backend, rows
 from tests.compare import assert_accurate, low_precision_attention
 from tests.strategies import FLOATS, SEEDS, hostile_view, random_floats
@@ -41,7 +41,7 @@ FRAME = ("k_mean", "k_shift", "exponent", "k_order", "k_gain")
 PROFILES = ((4, 2, 2, 0), (4, 4, 2, 2), (8, 4, 2, 2), (8, 4, 4, 4), (8, 8, 8, 8), (8, 0, 0, 0), (2, 2, 2, 2))
 RUNGS_IN_BLOCKS = tuple((bits_k, bits_v) for bits_k in (*PROFILES, 16) for bits_v in WIDTHS)
 # About what vectors of unit variance get.
-STEP_OF_WIDTH = {2: np.float32(0.4978), 3: np.float32(0.293), 4: np.float32(0.1676), 8: np.float32(0.0135)}
+SCALE_OF_WIDTH = {2: np.float32(0.4978), 3: np.float32(0.293), 4: np.float32(0.1676), 8: np.float32(0.0135)}
 
 
 def pool_of(rng: np.random.Generator, layout: PageLayout, pages: int) -> Array:
@@ -56,17 +56,17 @@ def fill_side(
 ) -> None:
     """Make K or V of a record sensible in slots below `count`, and NaN in the others."""
     kind, size = numpy_dtype(dtype), layout.itemsize
-    bits, codes, steps = (
-        (layout.bits_k, layout.k_codes, layout.k_step_sizes)
+    bits, codes, scales = (
+        (layout.bits_k, layout.k_codes, layout.k_scales)
         if side == "k"
-        else (layout.bits_v, layout.v_codes, layout.v_step_sizes)
+        else (layout.bits_v, layout.v_codes, layout.v_scales)
     )
     if bits != 16:
-        wanted = (0.25 if isinstance(bits, tuple) else STEP_OF_WIDTH[bits]) * rng.lognormal(
+        wanted = (0.25 if isinstance(bits, tuple) else SCALE_OF_WIDTH[bits]) * rng.lognormal(
             0, 0.4, TOKENS_PER_PAGE
         )
-        record[steps : steps + TOKENS_PER_PAGE] = np.abs(STEP_SIZES[:0xF8, None] - wanted).argmin(axis=0)
-        record[steps + count : steps + TOKENS_PER_PAGE] = 0xFF
+        record[scales : scales + TOKENS_PER_PAGE] = np.abs(SCALES[:0xF8, None] - wanted).argmin(axis=0)
+        record[scales + count : scales + TOKENS_PER_PAGE] = 0xFF
         return
     raw = record[codes : codes + TOKENS_PER_PAGE * layout.head_dim * size].view(kind)
     raw[:] = rng.standard_normal(raw.size).astype(kind)
@@ -305,11 +305,11 @@ def wrong_pages(pages: LayerPages) -> dict[str, LayerPages]:
             pages,
             count=pages.count.reshape(*pages.count.shape[:2], -1, QUAD)[..., ::-1].reshape(pages.count.shape),
         ),
-        "codes of K one lane off": with_rolled("k_codes", "k_step_sizes", 4),
-        "codes of V one lane off": with_rolled("v_codes", "v_step_sizes", 4),
-        "codes of V one word off": with_rolled("v_codes", "v_step_sizes", 128),
-        "steps of K one slot off": with_rolled("k_step_sizes", "v_codes", 1),
-        "steps of V one slot off": with_rolled("v_step_sizes", "positions", 1),
+        "codes of K one lane off": with_rolled("k_codes", "k_scales", 4),
+        "codes of V one lane off": with_rolled("v_codes", "v_scales", 4),
+        "codes of V one word off": with_rolled("v_codes", "v_scales", 128),
+        "scales of K one slot off": with_rolled("k_scales", "v_codes", 1),
+        "scales of V one slot off": with_rolled("v_scales", "positions", 1),
     }
 
 
@@ -336,7 +336,7 @@ def test_a_nan_token_shows_in_its_head_alone(backend: str, side: str, rung: tupl
     pages = make_pages(rng, (rung,), 32, "float32", np.full((1, 2), 3), counts=(16,))
     layout, page = pages.layouts[0], pages.pools[0][pages.index[0, 1, 2]]
     if rung == (4, 4):
-        page[(layout.k_step_sizes if side == "k" else layout.v_step_sizes) + 7] = 0xFF
+        page[(layout.k_scales if side == "k" else layout.v_scales) + 7] = 0xFF
     else:
         place = bit_address(32, 32, side)[7, :, 0] // 32
         page[: layout.positions].view(np.float32)[place + (layout.v_codes // 4 if side == "v" else 0)] = (

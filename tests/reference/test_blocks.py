@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from kvlab.ops.frame import exponent_of, key_gain, key_mean, key_order, key_shift
 from kvlab.reference import blocks
 from kvlab.reference.blocks import FACTORS, KeyFrame, decode_blocks, encode_blocks, rotate_in_blocks
-from kvlab.reference.pages import STEP_SIZES, rotate_values
+from kvlab.reference.pages import SCALES, rotate_values
 from kvlab.reference.records import decode_page, encode_page
 from tests.strategies import SEEDS
 
 PROFILES = [(4, 2, 2, 0), (4, 4, 2, 2), (8, 4, 2, 2), (8, 4, 4, 4), (8, 8, 8, 8), (2, 2, 2, 2), (8, 8, 0, 0)]
 HEAD_DIMS = (64, 128, 192, 256)
 ERROR = {2: 0.14, 4: 0.0125, 8: 2e-4}
-"""Relative error of Gaussian elements: that of a width where a step serves it alone, and a fifth more."""
+"""Relative error of Gaussian elements: that of a width where a scale serves it alone, and a fifth more."""
 
 
 def keys(rng: np.random.Generator, n: int, head_dim: int, dtype: str = "float16") -> NDArray[np.float32]:
@@ -112,14 +112,14 @@ def test_codes_are_those_of_the_nearest_values(seed: int, head_dim: int, profile
     codes, byte = encode_blocks(z, profile)
     assert byte[0] == 0
     assert byte[1] == 0xFF
-    step = STEP_SIZES[byte].astype(np.float64)
+    scale = SCALES[byte].astype(np.float64)
     for b, width in enumerate(profile):
         own = slice(b * head_dim // 4, (b + 1) * head_dim // 4)
         if not width:
             assert not codes[:, own].any()
             continue
         assert codes[:, own].max() < 2**width
-        half = step[3:, None] * FACTORS[width]
+        half = scale[3:, None] * FACTORS[width]
         grid = (2.0 * np.arange(2**width) + 1 - 2**width) * half[..., None]
         off = np.abs(z[3:, own, None] - grid)
         mine = np.take_along_axis(off, codes[3:, own, None].astype(int), 2)[..., 0]
@@ -164,7 +164,7 @@ def test_the_step_is_nearly_the_best(seed: int, head_dim: int, profile: tuple[in
         other, parts = byte.astype(int) + shift, []
         for b, width in enumerate(profile):
             own = z[:, b * head_dim // 4 : (b + 1) * head_dim // 4]
-            half = STEP_SIZES[other][:, None] * FACTORS[width]
+            half = SCALES[other][:, None] * FACTORS[width]
             top = 2**width - 1
             code = np.clip(np.floor(own / np.maximum(2 * half, 1e-9)) + 2**width // 2, 0, top)
             parts.append((2 * code + 1 - 2**width) * half)
@@ -244,23 +244,21 @@ def test_refit_codes_are_those_of_scaled_channels(
     """Elements are the nearest that the grid has to those of keys with the channels scaled down."""
     rng = np.random.default_rng(seed)
     x, n = rng.standard_normal((20, head_dim), dtype=np.float32) * 16, head_dim // 4
-    codes, step = encode_blocks(x, profile)
+    codes, scale = encode_blocks(x, profile)
     order, further = rng.permutation(head_dim // 2).astype(np.uint8), np.zeros(head_dim // 2, np.uint8)
     further[rng.integers(head_dim // 2)] = orders
     new = blocks.refit_codes(codes, profile, order, further)
     mean, shift = np.zeros(head_dim, np.float16), np.zeros(head_dim // 2, np.uint8)
     before = KeyFrame(mean, shift, 0, order, np.ones(4, np.float32))
-    keys = restored(decode_blocks(codes, step, profile), before)
+    keys = restored(decode_blocks(codes, scale, profile), before)
     wanted = np.ldexp(keys, -np.tile(further, 2).astype(int)) @ np.linalg.inv(
         restored(np.eye(head_dim), before)
     )
 
     def is_nearest(new: NDArray[np.uint8]) -> bool:
-        half = (
-            np.repeat([FACTORS[width] for width in profile], n) * STEP_SIZES[step].astype(np.float64)[:, None]
-        )
+        half = np.repeat([FACTORS[width] for width in profile], n) * SCALES[scale].astype(np.float64)[:, None]
         reach = np.repeat([(1 << width) - 1 for width in profile], n) * half
-        off = np.abs(np.clip(wanted, -reach, reach) - decode_blocks(new, step, profile))
+        off = np.abs(np.clip(wanted, -reach, reach) - decode_blocks(new, scale, profile))
         return bool((off <= half * (1 + 1e-9)).all())
 
     assert is_nearest(new)

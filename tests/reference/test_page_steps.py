@@ -1,4 +1,4 @@
-"""Steps and codes of the page format, against float64: exact where it says so."""
+"""Scales and codes of the page format, against float64: exact where it says so."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvlab.reference.pages import GUESS, STEP_SIZES, encode, grid_codes, grid_values, guess_step, search_step
+from kvlab.reference.pages import GUESS, SCALES, encode, grid_codes, grid_values, guess_scale, search_scale
 from tests.strategies import SEEDS, VECTOR_KINDS, page_vectors
 
 QUANTISED = (2, 3, 4, 8)
 SEARCHED = (2, 3, 4)
-PARTS = {2: 64, 3: 32, 4: 16, 8: 16}  # of a step, or up to twice as many: what elements are counted in
+PARTS = {2: 64, 3: 32, 4: 16, 8: 16}  # of a scale, or up to twice as many: what elements are counted in
 Array = NDArray[Any]
 Doubles = NDArray[np.float64]
 
 head_dims = st.sampled_from(range(16, 257, 16))
-FINITE_STEP_SIZES = STEP_SIZES[:0xF8].astype(np.float64)
+FINITE_SCALES = SCALES[:0xF8].astype(np.float64)
 
 
 @st.composite
 def usual_vectors(draw: st.DrawFn) -> NDArray[np.float32]:
-    """Draw vectors that are neither zero nor too large for a step of 2 bits."""
+    """Draw vectors that are neither zero nor too large for a scale of 2 bits."""
     x = page_vectors(np.random.default_rng(draw(SEEDS)), 20, draw(head_dims), VECTOR_KINDS[:-1])
     largest = np.abs(x).max(axis=1)
     return x[(largest > 0) & (largest < 2**15)]
@@ -40,7 +40,7 @@ def unit_of(x: Array) -> Doubles:
 @given(usual_vectors(), st.sampled_from(QUANTISED), st.booleans())
 def test_the_guess(x: NDArray[np.float32], bits: int, decoded: bool) -> None:
     """It is that of float64, of sizes that are whole below 8 bits."""
-    guess, unit = guess_step(x, bits, np.full(len(x), decoded)), unit_of(x)[:, 0]
+    guess, unit = guess_scale(x, bits, np.full(len(x), decoded)), unit_of(x)[:, 0]
     largest = np.abs(x).max(axis=1).astype(np.float64)
     assert (largest < 254.02 * unit).all()
     assert (largest >= 126.99 * unit).all()
@@ -51,9 +51,9 @@ def test_the_guess(x: NDArray[np.float32], bits: int, decoded: bool) -> None:
     if decoded and bits < 4:
         wanted = wanted * 17 / 16
     np.testing.assert_allclose(guess, wanted, rtol=2.0**-20, atol=2.0**-149)
-    if bits == 8:  # the least step whose grid has cells for all, but 0 for what is nearer to that
-        expected = np.where(128 * unit < 2.0**-16, 0, np.searchsorted(FINITE_STEP_SIZES, guess))
-        np.testing.assert_array_equal(search_step(x, 8), expected)
+    if bits == 8:  # the least scale whose grid has cells for all, but 0 for what is nearer to that
+        expected = np.where(128 * unit < 2.0**-16, 0, np.searchsorted(FINITE_SCALES, guess))
+        np.testing.assert_array_equal(search_scale(x, 8), expected)
 
 
 def test_the_guess_of_one_element() -> None:
@@ -61,35 +61,35 @@ def test_the_guess_of_one_element() -> None:
     x = np.zeros((1, 128), np.float32)
     x[0, 127] = 3.0
     for bits in SEARCHED:
-        assert guess_step(x, bits)[0] == np.float32(3.0) * GUESS[bits]
+        assert guess_scale(x, bits)[0] == np.float32(3.0) * GUESS[bits]
         codes, byte = encode(x, bits)
-        assert abs(grid_values(codes, STEP_SIZES[byte][:, None], bits)[0, 127] - 3) < 0.5
+        assert abs(grid_values(codes, SCALES[byte][:, None], bits)[0, 127] - 3) < 0.5
 
 
 def test_a_step_of_eight_bits_reaches_the_largest_element() -> None:
-    """The least step that does, to the last bit of float32."""
+    """The least scale that does, to the last bit of float32."""
     byte = np.arange(1, 0xF0)
-    most = np.repeat(STEP_SIZES[byte][:, None] * np.float32(256), 16, axis=1)
-    np.testing.assert_array_equal(search_step(most, 8), byte)
-    np.testing.assert_array_equal(search_step(np.nextafter(most, np.float32(1e9)), 8), byte + 1)
+    most = np.repeat(SCALES[byte][:, None] * np.float32(256), 16, axis=1)
+    np.testing.assert_array_equal(search_scale(most, 8), byte)
+    np.testing.assert_array_equal(search_scale(np.nextafter(most, np.float32(1e9)), 8), byte + 1)
 
 
-def values_of(bits: int, step: Array) -> Doubles:
-    """Return the grid, for steps (...,) -> (..., 2**bits)."""
-    return np.asarray((2.0 * np.arange(2**bits) + 1 - 2**bits) * np.asarray(step, np.float64)[..., None])
+def values_of(bits: int, scale: Array) -> Doubles:
+    """Return the grid, for scales (...,) -> (..., 2**bits)."""
+    return np.asarray((2.0 * np.arange(2**bits) + 1 - 2**bits) * np.asarray(scale, np.float64)[..., None])
 
 
-def errors_on(x: Array, step: Array, bits: int) -> Doubles:
-    """Return the least squared errors of vectors (n, d) on the grids of steps (n, m): (n, m)."""
-    grid = values_of(bits, step)
-    lowest, cell = grid[..., :1], 2 * np.asarray(step, np.float64)[..., None]
+def errors_on(x: Array, scale: Array, bits: int) -> Doubles:
+    """Return the least squared errors of vectors (n, d) on the grids of scales (n, m): (n, m)."""
+    grid = values_of(bits, scale)
+    lowest, cell = grid[..., :1], 2 * np.asarray(scale, np.float64)[..., None]
     place = np.clip(np.rint((x[:, None] - lowest) / cell), 0, 2**bits - 1)
     return np.asarray(np.square(x[:, None] - (lowest + place * cell)).sum(axis=2))
 
 
-def whole_steps(byte: NDArray[np.int64], unit: Doubles, bits: int) -> Doubles:
-    """Return steps in units: whole numbers, of which 2**(bits - 1) times is below 256."""
-    return np.minimum(np.floor(FINITE_STEP_SIZES[byte] / unit), 255 // 2 ** (bits - 1))
+def whole_scales(byte: NDArray[np.int64], unit: Doubles, bits: int) -> Doubles:
+    """Return scales in units: whole numbers, of which 2**(bits - 1) times is below 256."""
+    return np.minimum(np.floor(FINITE_SCALES[byte] / unit), 255 // 2 ** (bits - 1))
 
 
 def compared(x: Array) -> Array:
@@ -106,12 +106,12 @@ def tried(x: NDArray[np.float32], bits: int) -> tuple[NDArray[np.int64], NDArray
     128 channels.
     """
     of_codes = np.ones(len(x), bool)
-    rounded = guess_step(x, bits, of_codes).astype(np.float16).astype(np.float64)
-    below = np.maximum(np.searchsorted(FINITE_STEP_SIZES, rounded, "right") - 1, 3)
+    rounded = guess_scale(x, bits, of_codes).astype(np.float16).astype(np.float64)
+    below = np.maximum(np.searchsorted(FINITE_SCALES, rounded, "right") - 1, 3)
     byte = below[:, None] + np.arange(-1, 3)
     unit = unit_of(x)
     sizes = np.rint(np.abs(compared(x)) / unit)
-    errors = errors_on(sizes, whole_steps(byte, unit, bits), bits)
+    errors = errors_on(sizes, whole_scales(byte, unit, bits), bits)
     upwards = errors[:, 2] < errors[:, 1]
     is_tried = np.array([bits < 4, True, True, bits < 4]) & np.ones(byte.shape, bool)
     is_tried[upwards, 0] = is_tried[~upwards, 3] = False
@@ -129,44 +129,42 @@ def test_the_step_is_the_best_of_those_that_are_tried(x: NDArray[np.float32], bi
     errors = np.where(is_tried, errors, np.inf)
     best = np.array([1, 2, 0, 3])[errors[:, [1, 2, 0, 3]].argmin(axis=1)]  # of equals the first of these
     expected = byte[np.arange(len(x)), best]
-    np.testing.assert_array_equal(search_step(x, bits, decoded(x)), expected)
+    np.testing.assert_array_equal(search_scale(x, bits, decoded(x)), expected)
     np.testing.assert_array_equal(encode(x, bits, decoded(x))[1], expected)
 
 
 @given(usual_vectors(), st.sampled_from((2, 3)))
 def test_the_step_of_a_long_raw_vector_is_the_nearest_to_the_guess(x: NDArray[np.float32], bits: int) -> None:
     """And that of a shorter one the best of those that are tried around the guess."""
-    guess = guess_step(x, bits).astype(np.float16).astype(np.float64)
-    found = search_step(x, bits)
+    guess = guess_scale(x, bits).astype(np.float16).astype(np.float64)
+    found = search_scale(x, bits)
     np.testing.assert_array_equal(encode(x, bits)[1], found)
     np.testing.assert_array_equal(found > 0, guess >= 2.0**-18)
     guess, found = guess[found > 0], found[found > 0]
     if x.shape[1] >= 128:
-        off = np.abs(FINITE_STEP_SIZES[found] - guess)
-        assert (off <= np.abs(FINITE_STEP_SIZES[found - 1] - guess)).all()
-        assert (off <= np.abs(FINITE_STEP_SIZES[found + 1] - guess)).all()
+        off = np.abs(FINITE_SCALES[found] - guess)
+        assert (off <= np.abs(FINITE_SCALES[found - 1] - guess)).all()
+        assert (off <= np.abs(FINITE_SCALES[found + 1] - guess)).all()
     else:
-        below = np.maximum(np.searchsorted(FINITE_STEP_SIZES, guess, "right") - 1, 3)
+        below = np.maximum(np.searchsorted(FINITE_SCALES, guess, "right") - 1, 3)
         assert (np.abs(found - below - 0.5) <= 1.5).all()
 
 
 @given(usual_vectors(), st.sampled_from(SEARCHED))
 def test_the_error_is_near_that_of_the_best_byte_tried(x: NDArray[np.float32], bits: int) -> None:
-    """Whole sizes and steps move the root of an error by no more than the norm of what moves elements."""
+    """Whole sizes and scales move the root of an error by no more than the norm of what moves elements."""
     byte, is_tried, _ = tried(x, bits)
     held = byte[:, 0] > 0
     x, byte, is_tried = x[held], byte[held], is_tried[held]
-    unit, step = unit_of(x), FINITE_STEP_SIZES[byte]
+    unit, scale = unit_of(x), FINITE_SCALES[byte]
     codes, found = encode(x, bits, decoded(x))
     x, codes = compared(x), compared(codes)
-    error = np.linalg.norm(
-        x - grid_values(codes, STEP_SIZES[found][:, None], bits).astype(np.float64), axis=1
-    )
+    error = np.linalg.norm(x - grid_values(codes, SCALES[found][:, None], bits).astype(np.float64), axis=1)
     off = np.abs(np.abs(x) / unit - np.rint(np.abs(x) / unit))
-    less = (2**bits - 1) * (step / unit - whole_steps(byte, unit, bits))
+    less = (2**bits - 1) * (scale / unit - whole_scales(byte, unit, bits))
     moved = unit * np.linalg.norm(off[:, None] + less[..., None], axis=2)
-    rounded = np.sqrt(x.shape[1]) * FINITE_STEP_SIZES[found] / PARTS[bits]
-    least = np.sqrt(errors_on(x.astype(np.float64), step, bits)) + moved
+    rounded = np.sqrt(x.shape[1]) * FINITE_SCALES[found] / PARTS[bits]
+    least = np.sqrt(errors_on(x.astype(np.float64), scale, bits)) + moved
     least = np.where(is_tried, least, np.inf).min(axis=1)
     of_found = (moved * (byte == found[:, None])).sum(axis=1)
     assert (error <= (least + of_found + rounded) * (1 + 1e-12)).all()
@@ -174,27 +172,27 @@ def test_the_error_is_near_that_of_the_best_byte_tried(x: NDArray[np.float32], b
 
 @given(usual_vectors(), st.sampled_from(QUANTISED))
 def test_the_code_is_that_of_the_nearest_value(x: NDArray[np.float32], bits: int) -> None:
-    """Of elements in parts of a step: within half a part of x, or 2**-11 of x where that is more."""
+    """Of elements in parts of a scale: within half a part of x, or 2**-11 of x where that is more."""
     codes, byte = encode(x, bits)
-    np.testing.assert_array_equal(byte, search_step(x, bits))
+    np.testing.assert_array_equal(byte, search_scale(x, bits))
     held = byte > 0
     if bits == 8:
         np.testing.assert_array_equal(held, 128 * unit_of(x)[:, 0] >= 2.0**-16)
     assert (codes[~held] == 2 ** (bits - 1)).all()
-    x, codes, step = x[held], codes[held], FINITE_STEP_SIZES[byte[held]][:, None]
-    part = 2.0 ** np.floor(np.log2(step)) / PARTS[bits]
-    assert (step % (part * PARTS[bits] / 8) == 0).all()  # of steps 8 to 15 times that
+    x, codes, scale = x[held], codes[held], FINITE_SCALES[byte[held]][:, None]
+    part = 2.0 ** np.floor(np.log2(scale)) / PARTS[bits]
+    assert (scale % (part * PARTS[bits] / 8) == 0).all()  # of scales 8 to 15 times that
     mantissa, exponent = np.frexp(x / part)
     whole = np.where(exponent < 12, np.rint(x / part), np.ldexp(np.rint(mantissa * 2**11), exponent - 11))
     off = np.abs(whole * part - x)
     assert (off <= np.maximum(part / 2, np.abs(x) * 2.0**-11)).all()
 
-    distance = np.abs((whole * part)[..., None] - values_of(bits, step))
+    distance = np.abs((whole * part)[..., None] - values_of(bits, scale))
     upper = 2**bits - 1 - distance[..., ::-1].argmin(axis=2)  # of two that are equally near
     np.testing.assert_array_equal(codes, upper)
-    inside = np.abs(x) <= 2**bits * step
-    values = grid_values(codes, STEP_SIZES[byte[held]][:, None], bits).astype(np.float64)
-    assert (np.abs(x - values) <= step + off)[inside].all()
+    inside = np.abs(x) <= 2**bits * scale
+    values = grid_values(codes, SCALES[byte[held]][:, None], bits).astype(np.float64)
+    assert (np.abs(x - values) <= scale + off)[inside].all()
     assert inside.all() or bits < 8
 
 
@@ -220,12 +218,12 @@ def test_the_largest_sums_of_a_search(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", SEARCHED)
 def test_of_equally_good_steps_the_lower_is_taken(bits: int) -> None:
-    """And of a step next to the better one and that, the latter."""
+    """And of a scale next to the better one and that, the latter."""
     rng = np.random.default_rng(bits)
     x = np.rint(rng.standard_normal((60000, 16)) * 60).astype(np.float32)
     x = x[np.abs(x).max(axis=1) > 127]
     byte, is_tried, errors = tried(x, bits)
-    found = search_step(x, bits, decoded(x))
+    found = search_scale(x, bits, decoded(x))
     pair, others = (np.where(is_tried, errors, np.inf)[:, i].min(axis=1) for i in ([1, 2], [0, 3]))
     equal = (errors[:, 1] == errors[:, 2]) & (pair <= others)
     assert equal.sum() > 2
@@ -241,11 +239,11 @@ def test_the_search_is_worth_its_time() -> None:
     x = np.random.default_rng(0).standard_t(4, (1000, 64)).astype(np.float32)
     for bits in SEARCHED:
         byte, _, _ = tried(x, bits)
-        found = search_step(x, bits, decoded(x))
+        found = search_scale(x, bits, decoded(x))
         wanted = [0, 1, 2, 3] if bits < 4 else [1, 2]
         assert (found[:, None] == byte[:, wanted]).any(axis=0).all()
-        errors = errors_on(x, STEP_SIZES[byte], bits)
-        error = errors_on(x, STEP_SIZES[found][:, None], bits).mean()
+        errors = errors_on(x, SCALES[byte], bits)
+        error = errors_on(x, SCALES[found][:, None], bits).mean()
         assert (errors.mean(axis=0) > 1.005 * error).all()
 
 
@@ -255,9 +253,9 @@ def test_error_of_gaussian_vectors(bits: int, head_dim: int) -> None:
     """Next to that of the best of all bytes, and what version 1 of the search, with five of them, had."""
     x = np.random.default_rng(bits).standard_normal((4000, head_dim), dtype=np.float32)
     codes, byte = encode(x, bits)
-    error = np.square(x - grid_values(codes, STEP_SIZES[byte][:, None], bits), dtype=np.float64).sum(axis=1)
+    error = np.square(x - grid_values(codes, SCALES[byte][:, None], bits), dtype=np.float64).sum(axis=1)
     nearby = byte[:, None] + np.arange(-8, 9)
-    best = errors_on(x, STEP_SIZES[nearby], bits).min(axis=1)
+    best = errors_on(x, SCALES[nearby], bits).min(axis=1)
     assert (best <= error * 1.000001).all()
     searched = {64: {2: 1.005, 3: 1.005, 4: 1.02}, 128: {4: 1.025}, 256: {4: 1.045}}[head_dim]
     most = {2: 1.02, 3: 1.035, 8: 1.03} | searched
@@ -269,13 +267,13 @@ def test_error_of_gaussian_vectors(bits: int, head_dim: int) -> None:
     }
     mean_error = error.mean() / np.square(x, dtype=np.float64).sum(axis=1).mean()
     assert mean_error <= before[head_dim][bits] * max(most[bits] - 0.01, 1.01)
-    other = errors_on(x, STEP_SIZES[nearby[:, [7, 9]]], bits).mean(axis=0)  # a byte below, a byte above
+    other = errors_on(x, SCALES[nearby[:, [7, 9]]], bits).mean(axis=0)  # a byte below, a byte above
     assert (other > error.mean() * 1.005).all()
 
 
 @given(SEEDS, head_dims, st.sampled_from(QUANTISED), st.integers(-4, 20))
 def test_a_vector_twice_as_large_has_the_same_codes(seed: int, head_dim: int, bits: int, power: int) -> None:
-    """Its step is twice as large too; beyond the highest steps it stays what it is."""
+    """Its scale is twice as large too; beyond the highest scales it stays what it is."""
     x = np.random.default_rng(seed).standard_normal((20, head_dim), dtype=np.float32)
     codes, byte = encode(x, bits)
     more, byte_more = encode(x * np.float32(2.0**power), bits)
@@ -290,7 +288,7 @@ def test_a_vector_twice_as_large_has_the_same_codes(seed: int, head_dim: int, bi
 
 @pytest.mark.parametrize("bits", QUANTISED)
 def test_vectors_without_a_step(bits: int) -> None:
-    """The least step, 2**-17, is for guesses from 2**-18 on; at 8 bits for elements from about 2**-16 on."""
+    """The least scale, 2**-17, is for guesses from 2**-18 on; at 8 bits for elements from about 2**-16 on."""
     x = np.ones((8, 32), np.float32)
     x[0] = 0
     x[1], x[2], x[6] = 1e-40, 2.0**-17.2, 1e-20
@@ -300,7 +298,7 @@ def test_vectors_without_a_step(bits: int) -> None:
     assert (codes[3:6] == 2 ** (bits - 1)).all()
     assert byte[:7].tolist() == [0, 0, 0, 0xFF, 0xFF, 0xFF, 0]
     assert byte[7] == encode(x[7:], bits)[1]
-    values = grid_values(codes, STEP_SIZES[byte][:, None], bits)
+    values = grid_values(codes, SCALES[byte][:, None], bits)
     assert (values[[0, 1, 2, 6]] == 0).all()
     assert np.isnan(values[3:6]).all()
     border = 2.0**-16 / (1 + 2.0**-7) if bits == 8 else 2.0**-18 / float(GUESS[bits])
@@ -312,7 +310,7 @@ def test_vectors_without_a_step(bits: int) -> None:
 @pytest.mark.parametrize("bits", QUANTISED)
 @pytest.mark.parametrize("size", [1e-5, 6e-5, 2e-3, 1e20, 3e38])
 def test_vectors_of_the_least_and_the_largest_steps(bits: int, size: float) -> None:
-    """Tiny ones are no worse off than with a step of 0; huge ones have the codes of smaller ones."""
+    """Tiny ones are no worse off than with a scale of 0; huge ones have the codes of smaller ones."""
     x = np.random.default_rng(0).uniform(-1, 1, (50, 64)).astype(np.float32)
     x[:, 5] = 1
     x *= np.float32(size)
@@ -321,14 +319,14 @@ def test_vectors_of_the_least_and_the_largest_steps(bits: int, size: float) -> N
     if size > 1:
         np.testing.assert_array_equal(codes, encode(np.ldexp(x, -int(np.log2(size))), bits)[0])
     else:
-        error = np.square(x - grid_values(codes, STEP_SIZES[byte][:, None], bits)).sum(axis=1)
+        error = np.square(x - grid_values(codes, SCALES[byte][:, None], bits)).sum(axis=1)
         assert (error <= np.square(x).sum(axis=1)).all()
 
 
 @pytest.mark.parametrize("bits", QUANTISED)
 def test_values_of_the_grid_have_their_own_codes(bits: int) -> None:
     codes = np.arange(2**bits)
-    for step in STEP_SIZES[1:0xF8]:
-        values = grid_values(codes, step, bits)
-        np.testing.assert_array_equal(values, values_of(bits, step))
-        np.testing.assert_array_equal(grid_codes(values, step, bits), codes)
+    for scale in SCALES[1:0xF8]:
+        values = grid_values(codes, scale, bits)
+        np.testing.assert_array_equal(values, values_of(bits, scale))
+        np.testing.assert_array_equal(grid_codes(values, scale, bits), codes)

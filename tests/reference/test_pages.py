@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvlab.reference import pages, records
-from kvlab.reference.pages import STEP_SIZES, bit_address, code_words, grid_values
+from kvlab.reference.pages import SCALES, bit_address, code_words, grid_values
 from tests.strategies import SEEDS
 
 STORED_BITS = (2, 3, 4, 8, 16, 32)
@@ -98,12 +98,12 @@ def test_one_mask_of_2_bits_takes_four_elements_of_a_row(side: str) -> None:
 
 
 def test_steps_are_truncated_half_floats() -> None:
-    finite = STEP_SIZES[: HIGHEST_FINITE + 1]
+    finite = SCALES[: HIGHEST_FINITE + 1]
     assert np.isfinite(finite).all()
     assert (np.diff(finite) > 0).all()
     assert (finite[0], finite[1], finite[-1]) == (0, 2.0**-17, 61440)
-    assert not np.isfinite(STEP_SIZES[HIGHEST_FINITE + 1 :]).any()
-    assert np.isnan(STEP_SIZES[pages.NAN_STEP])
+    assert not np.isfinite(SCALES[HIGHEST_FINITE + 1 :]).any()
+    assert np.isnan(SCALES[pages.NAN_SCALE])
     ratio = finite[9:] / finite[8:-1]
     assert (ratio.min(), ratio.max()) == (np.float32(16) / 15, 1.125)
 
@@ -155,7 +155,7 @@ def test_a_page_gives_its_tokens_back(
             expected = pages.widen(pages.narrow(x, dtype), dtype)
         else:
             codes, byte = pages.encode(x, bits)
-            expected = grid_values(codes, STEP_SIZES[byte][:, None], bits)
+            expected = grid_values(codes, SCALES[byte][:, None], bits)
         np.testing.assert_array_equal(got[:count], expected)
     np.testing.assert_array_equal(page.positions[:count], positions)
     np.testing.assert_array_equal(page.importance[:count], importance)

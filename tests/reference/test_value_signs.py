@@ -7,16 +7,16 @@ import pytest
 from numpy.typing import NDArray
 
 from kvlab.reference.codec import hadamard_matrix
-from kvlab.reference.pages import STEP_SIZES, encode, grid_values, rotate, rotate_values, value_signs
+from kvlab.reference.pages import SCALES, encode, grid_values, rotate, rotate_values, value_signs
 
 Floats = NDArray[np.float32]
 
 
 def relative_error(v: Floats, bits: int, signs: bool = True) -> float:
     """The largest over vectors is of no interest: the root of mean squares over all of them."""
-    codes, step = encode(rotate_values(v) if signs else rotate(v), bits)
+    codes, scale = encode(rotate_values(v) if signs else rotate(v), bits)
     turn = value_signs(v.shape[1]) if signs else 1
-    back = grid_values(codes, STEP_SIZES[step][:, None], bits) @ hadamard_matrix(v.shape[1]) * turn
+    back = grid_values(codes, SCALES[scale][:, None], bits) @ hadamard_matrix(v.shape[1]) * turn
     return float(np.sqrt(np.square(back - v).mean() / np.square(v).mean()))
 
 

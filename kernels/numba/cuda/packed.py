@@ -9,14 +9,14 @@ mixture of widths, however the table is sorted.
       scores    K q. Lane 4 g + u adds up its 4 columns of every block of channels for its tokens, slots
                 2 g and 2 g + 1 of the pages, two pages at a time: sums[4 tokens][rows] in registers
       softmax   through shared memory, lane 4 g + b gets the whole scores of slots 2 g and 2 g + 1 of page b,
-                multiplies them by the steps of K, takes the softmax against the running maximum, multiplies
-                by the steps of V, and makes integers of a unit that 16 tokens have in common
+                multiplies them by the scales of K, takes the softmax against the running maximum, multiplies
+                by the scales of V, and makes integers of a unit that 16 tokens have in common
       values    V^T p. Lane 4 g + u adds up its 16 tokens, four of each page, for channels g and g + 8 of
                 every block of channels, as integers, then quad after quad: out[head_dim / 8][rows] in
                 registers
     `cuda/packed_products.py` has scores and values of coded pages, `cuda/packed_blocks.py` scores of keys in
     blocks of channels, `cuda/packed_raw.py` both of raw pages,
-    `cuda/packed_steps.py` what stands between; `cuda/packed_merge.py` then merges the parts.
+    `cuda/packed_softmax.py` what stands between; `cuda/packed_merge.py` then merges the parts.
 
 A page of a quad may hold no token, and then may not exist. In its place the first one that does is read, the
 tokens of which count as unused there.
@@ -43,7 +43,7 @@ from .packed_blocks import make_block_scores, profiles_of
 from .packed_products import make_by_width, make_scores, make_values
 from .packed_query import make_queries
 from .packed_raw import make_raw_scores, make_raw_values
-from .packed_steps import (
+from .packed_softmax import (
     first_page,
     make_keep,
     make_result,
@@ -53,7 +53,7 @@ from .packed_steps import (
     make_widths,
     position_of,
 )
-from .page import ALIGNED, BLOCKS, ask_for, count_of, field_shift, power_of_two, step_of
+from .page import ALIGNED, BLOCKS, ask_for, count_of, field_shift, power_of_two, scale_of
 
 uint8, int32, uint32, float32, int64 = np.uint8, np.int32, np.uint32, np.float32, np.int64
 
@@ -141,7 +141,7 @@ def attend_pages(
         raw_queries = cuda.shared.array(raw_floats, float32, alignment=ALIGNED)
         weights = cuda.shared.array(all_weights, float32, alignment=ALIGNED)
         query_pairs = cuda.shared.array(query_words, uint32, alignment=ALIGNED)
-        pairs = cuda.shared.array(all_pairs, uint32, alignment=ALIGNED)
+        weight_pairs = cuda.shared.array(all_pairs, uint32, alignment=ALIGNED)
         sums_of_h = cuda.shared.array(query_sums, int32, alignment=ALIGNED)
         units = cuda.shared.array(all_units, float32, alignment=ALIGNED)
         terms = cuda.shared.array(sums_floats, float32)  # of q: product with the mean of the keys, unit
@@ -206,7 +206,7 @@ def attend_pages(
                 quad = int32(quad + parts)
                 entry = 4 * int64(quad)
                 rung_here = int64(rung[entry])
-                width_k, width_v, k_step_sizes, v_codes, v_step_sizes, positions, record = widths_of(
+                width_k, width_v, k_scales, v_codes, v_scales, positions, record = widths_of(
                     bits_k, bits_v, rung_here
                 )
                 if both_rounds and (width_v == 0) != (values_are_raw == 1):
@@ -245,9 +245,9 @@ def attend_pages(
                 if g == 0:
                     page_at[own_pages + uint32(u)] = number
                 at = pool + 4 * int64(number)
-                # Steps are asked for now; raw tiles have none.
-                k_step = memory[at + k_step_sizes + (g >> 1)] if width_k else uint32(0)
-                v_step = memory[at + v_step_sizes + (g >> 1)] if width_v else uint32(0)
+                # Scales are asked for now; raw tiles have none.
+                k_words = memory[at + k_scales + (g >> 1)] if width_k else uint32(0)
+                v_words = memory[at + v_scales + (g >> 1)] if width_v else uint32(0)
                 pool += lane
                 cuda.syncwarp()  # where the pages are is known
 
@@ -284,7 +284,7 @@ def attend_pages(
                 for t in range(2):
                     slot = 2 * g + t
                     position = position_of(base[entry + u], pair_of_positions, t) if window else 0
-                    factor = step_of(k_step, slot)
+                    factor = scale_of(k_words, slot)
                     if not in_blocks:
                         factor *= power_of_two(-field_shift(width_k, t))
                     unused = slot >= tokens_here
@@ -299,29 +299,37 @@ def attend_pages(
                 if raised[warp] == quad:
                     update_row_max(exchange, own, mine, sums, row_max, total_weight, out)
 
-                # Probabilities relative to the running maximum, times the steps of V.
+                # Probabilities relative to the running maximum, times the scales of V.
                 for t in range(2):
-                    step = step_of(v_step, 2 * g + t) if width_v else float32(1)
+                    v_scale = scale_of(v_words, 2 * g + t) if width_v else float32(1)
                     if 2 * g + t >= tokens_here:
-                        step = float32(0)  # the step of an unused slot may be NaN
-                    exp_scores(sums, t, row_max, total_weight, step)
+                        v_scale = float32(0)  # the scale of an unused slot may be NaN
+                    exp_scores(sums, t, row_max, total_weight, v_scale)
                 if coded_v and width_v:
                     write_largest(sums, lane, exchange, own)
                     cuda.syncwarp()  # the largest weights of all lanes are there
-                    write_pairs(sums, lane, exchange, own, units, own_units, pairs, own_pairs)
+                    write_pairs(sums, lane, exchange, own, units, own_units, weight_pairs, own_pairs)
                 else:
                     write_floats(sums, lane, weights, own_weights)
                 cuda.syncwarp()  # all probabilities are there, and the largest weights are read
 
                 pool += v_codes
                 if width_v == 2:
-                    values_2(memory, pool, page_at, own_pages, lane, pairs, own_pairs, units, own_units, out)
+                    values_2(
+                        memory, pool, page_at, own_pages, lane, weight_pairs, own_pairs, units, own_units, out
+                    )
                 elif width_v == 3:
-                    values_3(memory, pool, page_at, own_pages, lane, pairs, own_pairs, units, own_units, out)
+                    values_3(
+                        memory, pool, page_at, own_pages, lane, weight_pairs, own_pairs, units, own_units, out
+                    )
                 elif width_v == 4:
-                    values_4(memory, pool, page_at, own_pages, lane, pairs, own_pairs, units, own_units, out)
+                    values_4(
+                        memory, pool, page_at, own_pages, lane, weight_pairs, own_pairs, units, own_units, out
+                    )
                 elif width_v == 8:
-                    values_8(memory, pool, page_at, own_pages, lane, pairs, own_pairs, units, own_units, out)
+                    values_8(
+                        memory, pool, page_at, own_pages, lane, weight_pairs, own_pairs, units, own_units, out
+                    )
                 else:
                     values_16(memory, pool, page_at, own_pages, lane, weights, own_weights, counts, out)
                 cuda.syncwarp()  # where the pages are is read

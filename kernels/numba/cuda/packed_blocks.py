@@ -9,7 +9,7 @@ import numpy as np
 from numba import cuda
 
 from .integers import pieces_of
-from .packed_products import make_key_steps, nothing
+from .packed_products import make_key_products, nothing
 from .page import BLOCKS, FACTORS, device, load_tile_of
 
 int32, uint32, int64 = np.int32, np.uint32, np.int64
@@ -68,7 +68,7 @@ def make_block(profile, block, dtype, head_dim, rows):
     run = profile.index(bits)
     first_tile, first_word = (block - run) * tiles, sum(profile[:run]) * tiles // 4 * 32
     per_tile, load_rows, codes = max(1, bits // 4), load_tile_of(bits, dtype, head_dim), codes_of_block(bits)
-    take_pairs, add_row, _ = make_key_steps(rows)
+    take_pairs, add_row, _ = make_key_products(rows)
 
     @device
     def load_block(memory, at, words, to):
@@ -85,10 +85,10 @@ def make_block(profile, block, dtype, head_dim, rows):
             add_row(codes(words, at, later, odd), q, sums, token + later)
 
     @device
-    def add_block(words, to, of_page, pairs, pairs_at, q, sums):
+    def add_block(words, to, of_page, query_pairs, pairs_at, q, sums):
         for j in range(tiles):
             at, odd = to + per_tile * j, (first_tile + j) & 1
-            take_pairs(pairs, pairs_at + uint32(8 * (block * tiles + j) * rows), q)
+            take_pairs(query_pairs, pairs_at + uint32(8 * (block * tiles + j) * rows), q)
             add_tile(words, at, odd, q, sums, 0)
             add_tile(words, at + of_page, odd, q, sums, 2)
 
@@ -108,15 +108,15 @@ def make_part(blocks):
         load_rest(memory, at, words, to + words_of_first)
 
     @device
-    def add_blocks(words, to, of_page, pairs, pairs_at, q, sums):
-        add_first(words, to, of_page, pairs, pairs_at, q, sums)
-        add_rest(words, to + words_of_first, of_page, pairs, pairs_at, q, sums)
+    def add_blocks(words, to, of_page, query_pairs, pairs_at, q, sums):
+        add_first(words, to, of_page, query_pairs, pairs_at, q, sums)
+        add_rest(words, to + words_of_first, of_page, query_pairs, pairs_at, q, sums)
 
     return load_blocks, add_blocks, words_of_first + words_of_rest
 
 
 @device
-def no_part(memory, pool, page_at, first_page, pairs, pairs_at, q, sums):
+def no_part(memory, pool, page_at, first_page, query_pairs, pairs_at, q, sums):
     """Stand behind the last part."""
 
 
@@ -128,14 +128,14 @@ def make_parts(parts, few_registers):
     rest, all_words = make_parts(parts[1:], few_registers), 2 * of_page
 
     @device
-    def add_parts(memory, pool, page_at, first_page, pairs, pairs_at, q, sums):
+    def add_parts(memory, pool, page_at, first_page, query_pairs, pairs_at, q, sums):
         words = cuda.local.array(all_words, uint32)
         load_blocks(memory, pool + 4 * int64(page_at[first_page]), words, 0)
         load_blocks(memory, pool + 4 * int64(page_at[first_page + uint32(1)]), words, of_page)
-        add_blocks(words, 0, of_page, pairs, pairs_at, q, sums)
+        add_blocks(words, 0, of_page, query_pairs, pairs_at, q, sums)
         if few_registers:
             cuda.syncwarp()  # the next words are loaded only now: registers would not hold more
-        rest(memory, pool, page_at, first_page, pairs, pairs_at, q, sums)
+        rest(memory, pool, page_at, first_page, query_pairs, pairs_at, q, sums)
 
     return add_parts
 
@@ -150,7 +150,7 @@ def make_profile_scores(profile, dtype, head_dim, rows, few_registers):
     together = max(1, BLOCKS * 64 // head_dim)
     parts = [make_part(blocks[first : first + together]) for first in range(0, len(blocks), together)]
     add_parts = make_parts(parts, few_registers)
-    _, _, write_token = make_key_steps(rows)
+    _, _, write_token = make_key_products(rows)
     lacks = make_choice([FACTORS.get(bits, 0) * (2**bits - 1) for bits in profile])
 
     @device  # four calls, as of `write_token`
@@ -159,7 +159,7 @@ def make_profile_scores(profile, dtype, head_dim, rows, few_registers):
             sums[token * rows + row] = starts[row]
 
     @device
-    def write_scores(memory, pool, page_at, quad_at, lane, pairs, sums_of_h, exchange, exchange_at):
+    def write_scores(memory, pool, page_at, quad_at, lane, query_pairs, sums_of_h, exchange, exchange_at):
         q = cuda.local.array(per_q, uint32)
         sums = cuda.local.array(half_sums, int32)
         starts = cuda.local.array(rows, int32)
@@ -175,7 +175,7 @@ def make_profile_scores(profile, dtype, head_dim, rows, few_registers):
                 start_token(starts, sums, 1)
                 start_token(starts, sums, 2)
                 start_token(starts, sums, 3)
-                add_parts(memory, pool, page_at, quad_at + uint32(first_b), pairs, pairs_at, q, sums)
+                add_parts(memory, pool, page_at, quad_at + uint32(first_b), query_pairs, pairs_at, q, sums)
                 start = uint32(exchange_at + 2 * first_b * rows)
                 write_token(sums, 0, piece, exchange, start)
                 write_token(sums, 1, piece, exchange, start)
@@ -193,17 +193,21 @@ def make_block_scores(profiles, *common):
     if len(profiles) == 1:
 
         @device
-        def write_scores(memory, pool, page_at, quad_at, lane, pairs, sums_of_h, exchange, exchange_at, i):
-            first(memory, pool, page_at, quad_at, lane, pairs, sums_of_h, exchange, exchange_at)
+        def write_scores(
+            memory, pool, page_at, quad_at, lane, query_pairs, sums_of_h, exchange, exchange_at, i
+        ):
+            first(memory, pool, page_at, quad_at, lane, query_pairs, sums_of_h, exchange, exchange_at)
 
         return write_scores
     rest = make_block_scores(profiles[1:], *common)
 
     @device
-    def write_some_scores(memory, pool, page_at, quad_at, lane, pairs, sums_of_h, exchange, exchange_at, i):
+    def write_some_scores(
+        memory, pool, page_at, quad_at, lane, query_pairs, sums_of_h, exchange, exchange_at, i
+    ):
         if i == 0:
-            first(memory, pool, page_at, quad_at, lane, pairs, sums_of_h, exchange, exchange_at)
+            first(memory, pool, page_at, quad_at, lane, query_pairs, sums_of_h, exchange, exchange_at)
         else:
-            rest(memory, pool, page_at, quad_at, lane, pairs, sums_of_h, exchange, exchange_at, i - 1)
+            rest(memory, pool, page_at, quad_at, lane, query_pairs, sums_of_h, exchange, exchange_at, i - 1)
 
     return write_some_scores

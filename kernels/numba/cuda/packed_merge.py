@@ -17,7 +17,7 @@ from numba import cuda, types
 
 from .packed import LOWEST, rounds_of
 from .packed_query import block_of, make_hadamard, max_number
-from .packed_steps import MERGE_THREADS
+from .packed_softmax import MERGE_THREADS
 from .page import narrowed, power_of_two
 
 int32, uint32, float32, int64 = np.int32, np.uint32, np.float32, np.int64
@@ -109,8 +109,8 @@ def merge_parts(head_dim, dtype, widths_v, rows):
             if channel < head_dim:
                 x = raw_sum[c]
                 if coded:
-                    pairs = cuda.popc(uint32(channel & channel >> 1 & 0x55))
-                    turned = (pairs & 1 == 1) != (channel & 0x7C == 0x7C)
+                    adjacent_ones = cuda.popc(uint32(channel & channel >> 1 & 0x55))
+                    turned = (adjacent_ones & 1 == 1) != (channel & 0x7C == 0x7C)
                     x += -rotated[channel] * factor if turned else rotated[channel] * factor
                 if total != 0:
                     x /= total

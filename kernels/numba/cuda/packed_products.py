@@ -39,14 +39,14 @@ def tiles_at_once(bits, dtype, head_dim):
     return max(n for n in (1, 2, 4) if blocks % n == 0 and (n < 4 or tile_words(bits, dtype) == 1))
 
 
-def make_key_steps(rows):
+def make_key_products(rows):
     """Make the device functions that take a lane's columns of q, add those of a token, and write a sum."""
 
     @device
-    def take_pairs(pairs, at, q):
+    def take_pairs(query_pairs, at, q):
         for half in range(2):
             for row in range(rows):
-                q[half * rows + row] = pairs[at + uint32(4 * half * rows + row)]
+                q[half * rows + row] = query_pairs[at + uint32(4 * half * rows + row)]
 
     @device
     def add_row(k, q, sums, token):
@@ -70,7 +70,7 @@ def make_scores(bits, dtype, head_dim, rows, few_registers):
     """Make the device function that writes K q, over a lane's columns, of its 8 tokens to [8 tokens][rows].
 
     Tokens are two of each page, pages go by twos, which takes fewer registers. The lane's first word of a
-    page of the quad is `pool` + 4 page_at[page]. pairs[piece][tile][half][u][rows] are those of columns
+    page of the quad is `pool` + 4 page_at[page]. query_pairs[piece][tile][half][u][rows] are those of columns
     2 u + half and 8 later of q, sums_of_h[piece][u][rows] of the h of a lane's columns. Results are
     `field_shift` powers of 2 larger than they should be, and count units of q. `few_registers`: few
     are to spare.
@@ -79,7 +79,7 @@ def make_scores(bits, dtype, head_dim, rows, few_registers):
     at_once, codes, pair_words = tiles_at_once(bits, dtype, head_dim), codes_of(bits), head_dim // 2 * rows
     load_tiles, largest = make_load_tiles(bits, dtype, head_dim, at_once), 2**bits - 1
     all_words, per_q = 2 * at_once * per_tile, 2 * rows
-    take_pairs, add_row, write_token = make_key_steps(rows)
+    take_pairs, add_row, write_token = make_key_products(rows)
 
     @device
     def add_tile(words, at, q, sums, token):
@@ -87,7 +87,7 @@ def make_scores(bits, dtype, head_dim, rows, few_registers):
             add_row(codes(words, at, later), q, sums, token + later)
 
     @device
-    def write_scores(memory, pool, page_at, quad_at, lane, pairs, sums_of_h, exchange, exchange_at):
+    def write_scores(memory, pool, page_at, quad_at, lane, query_pairs, sums_of_h, exchange, exchange_at):
         words = cuda.local.array(all_words, uint32)
         q = cuda.local.array(per_q, uint32)
         sums = cuda.local.array(half_sums, int32)
@@ -103,7 +103,7 @@ def make_scores(bits, dtype, head_dim, rows, few_registers):
                         at = pool + 4 * int64(page_at[quad_at + uint32(first_b + b)])
                         load_tiles(memory, at, step * at_once, words, b * at_once * per_tile)
                     for j in range(at_once):
-                        take_pairs(pairs, pairs_at + uint32(8 * (step * at_once + j) * rows), q)
+                        take_pairs(query_pairs, pairs_at + uint32(8 * (step * at_once + j) * rows), q)
                         add_tile(words, j * per_tile, q, sums, 0)
                         add_tile(words, (at_once + j) * per_tile, q, sums, 2)
                     if few_registers:
@@ -120,8 +120,8 @@ def make_scores(bits, dtype, head_dim, rows, few_registers):
 def make_values(bits, dtype, head_dim, rows, few_registers):
     """Make the device function that adds V^T p of a lane's elements to out[head_dim / 8][rows].
 
-    pairs[piece][page][half][u][rows] are those of p, of units[u][rows]; a lane keeps those of its 16 tokens
-    in registers. `few_registers`: as for scores.
+    weight_pairs[piece][page][half][u][rows] are those of p, of units[u][rows]; a lane keeps those of its 16
+    tokens in registers. `few_registers`: as for scores.
     """
     blocks, per_tile, pieces = head_dim // 16, tile_words(bits, dtype), pieces_of(dtype)
     load_tile, codes, largest = load_tile_of(bits, dtype, head_dim), codes_of(bits), 2**bits - 1
@@ -129,12 +129,12 @@ def make_values(bits, dtype, head_dim, rows, few_registers):
     all_words, all_pairs, both = 4 * at_once * per_tile, 8 * rows, 2 * rows
 
     @device
-    def take_pairs(pairs, pairs_at, units, units_at, lane, piece, p, starts, scales):
+    def take_pairs(weight_pairs, pairs_at, units, units_at, lane, piece, p, starts, scales):
         at = uint32(pairs_at + (32 * piece + (lane & 3)) * rows)
         for row in range(rows):
             twice_h = int32(0)
             for i in range(8):
-                p[i * rows + row] = pairs[at + uint32(4 * i * rows + row)]
+                p[i * rows + row] = weight_pairs[at + uint32(4 * i * rows + row)]
                 twice_h = first_dot(p[i * rows + row], uint32(0x0101), twice_h)
             unit = units[uint32(units_at + (lane & 3) * rows + row)]
             if piece:
@@ -191,14 +191,14 @@ def make_values(bits, dtype, head_dim, rows, few_registers):
                 add_tiles(memory, pool, page_at, quad_at, words, p, sums, starts, scales, out, first + 6)
 
     @device
-    def add_values(memory, pool, page_at, quad_at, lane, pairs, pairs_at, units, units_at, out):
+    def add_values(memory, pool, page_at, quad_at, lane, weight_pairs, pairs_at, units, units_at, out):
         words = cuda.local.array(all_words, uint32)
         p = cuda.local.array(all_pairs, uint32)
         sums = cuda.local.array(rows, int32)
         starts = cuda.local.array(rows, int32)
         scales = cuda.local.array(both, float32)
         for piece in range(pieces):
-            take_pairs(pairs, pairs_at, units, units_at, lane, piece, p, starts, scales)
+            take_pairs(weight_pairs, pairs_at, units, units_at, lane, piece, p, starts, scales)
             add_eight(memory, pool, page_at, quad_at, words, p, sums, starts, scales, out, 0)
             if blocks > 8:
                 add_eight(memory, pool, page_at, quad_at, words, p, sums, starts, scales, out, 8)

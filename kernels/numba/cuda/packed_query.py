@@ -66,13 +66,13 @@ def make_queries(head_dim, dtype, rows, widths, in_blocks):
     each_word = -(-words // 32)
 
     @device
-    def placed_channel(k_order, half_at, place):
+    def channel_of_position(k_order, half_at, position):
         of_half = quarter // 2
-        part = place // of_half  # two of a block: pairs, and the same again
-        return int32(k_order[half_at + place - of_half * ((part + 1) // 2)]) + half * (part & 1)
+        part = position // of_half  # two of a block: rotary pairs, and the same again
+        return int32(k_order[half_at + position - of_half * ((part + 1) // 2)]) + half * (part & 1)
 
     @device
-    def bring_pairs(x, row, lane, pairs, sums_of_h, exchange, own, inverse):
+    def bring_pairs(x, row, lane, query_pairs, sums_of_h, exchange, own, inverse):
         for piece in range(pieces):
             sum_of_h = float32(0)
             for i in range(each):
@@ -91,7 +91,7 @@ def make_queries(head_dim, dtype, rows, widths, in_blocks):
                 if word < words:
                     channel = 16 * (word >> 3) + 2 * (word & 3) + (word >> 2 & 1)
                     pair = pair_of(exchange[uint32(own + channel)], exchange[uint32(own + channel + 8)])
-                    pairs[uint32((piece * words + word) * rows + row)] = pair
+                    query_pairs[uint32((piece * words + word) * rows + row)] = pair
             if in_blocks and lane < 4 * BLOCKS:
                 sum_of_h, first = float32(0), own + quarter * (lane >> 2) + 2 * (lane & 3)
                 for i in range(0, quarter, 8):
@@ -106,17 +106,18 @@ def make_queries(head_dim, dtype, rows, widths, in_blocks):
 
     @device
     def bring_row(
-        q, source, k_mean, k_shift, frame_at, scale, row, lane, raw_queries, pairs, sums_of_h, exchange, own,
-        terms, exponent, k_order, k_gain,
+        q, source, k_mean, k_shift, frame_at, scale, row, lane, raw_queries, query_pairs, sums_of_h,
+        exchange, own, terms, exponent, k_order, k_gain,
     ):  # fmt: skip
         mean_sum, largest, half_at = float32(0), SMALLEST, frame_at // 2
         x = cuda.local.array(each, float32)
         for i in range(each):
-            place = lane + 32 * i
-            if place < head_dim:
-                channel = placed_channel(k_order, half_at, place) if in_blocks else place
+            position = lane + 32 * i
+            if position < head_dim:
+                channel = channel_of_position(k_order, half_at, position) if in_blocks else position
                 x[i] = widen(q[source + channel]) * scale
-                exchange[own + place] = x[i] * float32(int32(1) << int32(k_shift[half_at + channel % half]))
+                shift = int32(k_shift[half_at + channel % half])
+                exchange[own + position] = x[i] * float32(int32(1) << shift)
                 mean_sum += x[i] * from_float16(k_mean[frame_at + channel])
                 if raw:
                     raw_queries[query_place(channel, row, rows)] = x[i]
@@ -124,11 +125,11 @@ def make_queries(head_dim, dtype, rows, widths, in_blocks):
         if coded:
             hadamard(exchange, own, lane)
             for i in range(each):
-                place = lane + 32 * i
-                if place < head_dim:
-                    x[i] = exchange[own + place] * norm
+                position = lane + 32 * i
+                if position < head_dim:
+                    x[i] = exchange[own + position] * norm
                     if in_blocks:
-                        x[i] /= k_gain[(frame_at + place) // quarter]
+                        x[i] /= k_gain[(frame_at + position) // quarter]
                     largest = max_number(largest, abs(x[i]))
             cuda.syncwarp()  # the rotated row is read
             exchange[own + lane], exchange[own + 32 + lane] = mean_sum, largest
@@ -142,7 +143,9 @@ def make_queries(head_dim, dtype, rows, widths, in_blocks):
                 terms[row] = mean_sum * power
                 terms[rows + row] = largest / float32(MAX_FIXED_POINT) * power
             cuda.syncwarp()  # they are read before others come
-            bring_pairs(x, row, lane, pairs, sums_of_h, exchange, own, float32(MAX_FIXED_POINT) / largest)
+            bring_pairs(
+                x, row, lane, query_pairs, sums_of_h, exchange, own, float32(MAX_FIXED_POINT) / largest
+            )
 
     return bring_row
 

@@ -17,9 +17,9 @@ both at
     8 bits    1 tile, 2 words     bit 8 (r % 2) of word r // 2
     width 16  1 tile, 4 words     word r (float32: 8 words, word 2 r + half)
 
-A code c stands for n = 2 c - (2**bits - 1), times a step. Keys of a profile have a width for each quarter of
+A code c stands for n = 2 c - (2**bits - 1), times a scale. Keys of a profile have a width for each quarter of
 their channels, a *block*, in an order of the head: neighbouring blocks of one width are tiles as above, those
-of the widest first, and n counts `FACTORS[width]` steps. A block of width 0 has no codes.
+of the widest first, and n counts `FACTORS[width]` scales. A block of width 0 has no codes.
 
 Codes are multiplied as bytes (`cuda/integers.py`):
 `load_tile_of` makes words that have both rows of a tile, in fields of which a mask leaves one. Byte 0 is
@@ -76,7 +76,7 @@ BLOCKS = 4
 """Blocks of channels of keys in a ladder with profiles."""
 
 FACTORS = {2: 32, 4: 12, 8: 1}
-"""Half a cell of each width in a profile, in steps."""
+"""Half a cell of each width in a profile, in scales."""
 
 HALVES = uint32(0x00010001)
 """The lowest bit of both halves of a word."""
@@ -267,7 +267,7 @@ def count_of(counts, page):
 
 
 @device
-def step_of(word, slot):
-    """Return the step of a slot from the word with those of four: a float16 without sign and lower 7 bits."""
+def scale_of(word, slot):
+    """Return the scale of a slot from the word of four: a float16 without sign and lower 7 bits."""
     byte = (word >> uint32(8 * (slot & 3))) & uint32(0xFF)
     return from_float16(byte << uint32(7))

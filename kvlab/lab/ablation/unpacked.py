@@ -1,10 +1,10 @@
 """Pages with one code a byte, to measure what packing saves.
 
 The laboratory stores the codes of a packed cache once more with a byte for each, at the allocation that was
-planned for packed storage. The page format makes this exact: its grid is (2 code + 1 - 2**bits) * step, so
-the code c of `bits` bits and the code c + 128 - 2**(bits - 1) of 8 bits stand for one value with one step. So
-a page of one code a byte is a page of 8 bits with the step bytes of the narrow one, every kernel reads it,
-and attention over it gives the same numbers. Raw pages (width 16) stay as they are.
+planned for packed storage. The page format makes this exact: its grid is (2 code + 1 - 2**bits) * scale, so
+the code c of `bits` bits and the code c + 128 - 2**(bits - 1) of 8 bits stand for one value with one scale.
+So a page of one code a byte is a page of 8 bits with the scale bytes of the narrow one, every kernel reads
+it, and attention over it gives the same numbers. Raw pages (width 16) stay as they are.
 
 It belongs to no cache: a budget does not cover it.
 """
@@ -87,11 +87,11 @@ def _widened(bits: int) -> int:
 
 def _unpack_pool(source: Bytes, layout: PageLayout, wide: PageLayout) -> Bytes:
     pool = new_pool(len(source), wide)
-    pool[:, wide.k_step_sizes : wide.v_codes] = source[:, layout.k_step_sizes : layout.v_codes]
-    pool[:, wide.v_step_sizes :] = source[:, layout.v_step_sizes :]
+    pool[:, wide.k_scales : wide.v_codes] = source[:, layout.k_scales : layout.v_codes]
+    pool[:, wide.v_scales :] = source[:, layout.v_scales :]
     for side, bits, start, end in (
-        ("k", layout.blocks[0], (layout.k_codes, layout.k_step_sizes), (wide.k_codes, wide.k_step_sizes)),
-        ("v", layout.bits_v, (layout.v_codes, layout.v_step_sizes), (wide.v_codes, wide.v_step_sizes)),
+        ("k", layout.blocks[0], (layout.k_codes, layout.k_scales), (wide.k_codes, wide.k_scales)),
+        ("v", layout.bits_v, (layout.v_codes, layout.v_scales), (wide.v_codes, wide.v_scales)),
     ):
         if bits in (8, 16):
             pool[:, slice(*end)] = source[:, slice(*start)]

@@ -31,7 +31,7 @@ from kvlab.pages import QUAD, TOKENS_PER_PAGE, LayerPages, PageLayout, Width, ne
 from kvlab.reference.blocks import RMS
 from kvlab.reference.codec import hadamard
 from kvlab.reference.packed import element_channels
-from kvlab.reference.pages import STEP_SIZES, value_signs
+from kvlab.reference.pages import SCALES, value_signs
 
 __all__ = ["NOTE", "WIDTHS", "Mixed", "benchmark_decode"]
 
@@ -114,11 +114,11 @@ def make_pages(rng: np.random.Generator, widths: Mixed, tokens: int) -> LayerPag
         index[mine] = rng.permutation(mine.sum())
         pool = new_pool(int(mine.sum()), layout)
         pool[:] = rng.integers(0, 256, pool.shape, np.uint8)
-        # Uniform codes with this step lie within 2, so values have about the variance 4 / 3; keys in blocks,
+        # Uniform codes with this scale lie within 2, so values have about the variance 4 / 3; keys in blocks,
         # multiplied by RMS, have about that of 1.
-        for begin, bits in ((layout.k_step_sizes, layout.bits_k), (layout.v_step_sizes, layout.bits_v)):
-            step = 0.16 if isinstance(bits, tuple) else 2.0 ** (1 - bits)
-            pool[:, begin : begin + TOKENS_PER_PAGE] = np.abs(STEP_SIZES[:0xF8] - np.float32(step)).argmin()
+        for begin, bits in ((layout.k_scales, layout.bits_k), (layout.v_scales, layout.bits_v)):
+            scale = 0.16 if isinstance(bits, tuple) else 2.0 ** (1 - bits)
+            pool[:, begin : begin + TOKENS_PER_PAGE] = np.abs(SCALES[:0xF8] - np.float32(scale)).argmin()
         pools.append(pool)
     return LayerPages(
         layouts=tuple(layouts),

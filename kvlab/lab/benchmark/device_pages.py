@@ -90,10 +90,10 @@ def _draw_pool(layout: PageLayout, count: int, device: str) -> Any:
             values = torch.randn(size, device=device, dtype=torch.bfloat16)
             pool[begin : begin + 1024, : layout.positions] = values.view(torch.uint8)
     else:
-        for begin, bits in ((layout.k_step_sizes, layout.bits_k), (layout.v_step_sizes, layout.bits_v)):
+        for begin, bits in ((layout.k_scales, layout.bits_k), (layout.v_scales, layout.bits_v)):
             unit = 0.25 if isinstance(bits, tuple) else 1.7 / 2**bits
-            step = torch.exp(torch.randn(count, TOKENS_PER_PAGE, device=device) * 0.3)
-            codes = (step * unit).half().view(torch.int16) >> 7
+            scale = torch.exp(torch.randn(count, TOKENS_PER_PAGE, device=device) * 0.3)
+            codes = (scale * unit).half().view(torch.int16) >> 7
             pool[:, begin : begin + TOKENS_PER_PAGE] = codes.to(torch.uint8)
     return pool
 

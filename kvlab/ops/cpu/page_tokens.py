@@ -40,8 +40,8 @@ def side_formats(layout: PageLayout, dtype: str) -> tuple[tuple[Any, NDArray[np.
     kind = {"float16": FLOAT16, "bfloat16": BFLOAT16, "float32": FLOAT32}[dtype]
     sides = []
     for side, width, codes, step_sizes in (
-        ("k", layout.bits_k, layout.k_codes, layout.k_step_sizes),
-        ("v", layout.bits_v, layout.v_codes, layout.v_step_sizes),
+        ("k", layout.bits_k, layout.k_codes, layout.k_scales),
+        ("v", layout.bits_v, layout.v_codes, layout.v_scales),
     ):
         if isinstance(width, tuple):
             bits, guess = width_number(width), np.float32(0)

@@ -328,8 +328,8 @@ def _cluster_split(
     """Divide a call; one of variable length as if all its sequences were as long as the longest."""
     number, rows, keys = lengths
     block_m, block_n, blocks = tiles
-    steps = steps_of(rows, keys, call["left"], call["right"], call["group"], block_m, block_n)
-    return divide(steps, k.shape[-2], number, multiprocessors(q.device), blocks, largest)
+    num_steps = steps_of(rows, keys, call["left"], call["right"], call["group"], block_m, block_n)
+    return divide(num_steps, k.shape[-2], number, multiprocessors(q.device), blocks, largest)
 
 
 def tiles_of(dim: int, dtype: str, hopper: bool, device: int) -> tuple[int, int, int]:

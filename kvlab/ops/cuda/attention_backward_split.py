@@ -95,22 +95,22 @@ def steps_of(
     >>> steps_of(300, 300, 1 << 30, 0, 2, 64, 128)
     [10, 6, 2]
     """
-    behind, steps = keys - rows, []
+    behind, num_steps = keys - rows, []
     for key in range(0, keys, block_n):
         first = max(0, key - behind - right) // block_m * block_m
         last = min(rows, key + block_n - behind + left)
-        steps.append(max(0, -(-(last - first) // block_m)) * group)
-    return steps
+        num_steps.append(max(0, -(-(last - first) // block_m)) * group)
+    return num_steps
 
 
 def divide(
-    steps: Sequence[int], heads: int, sequences: int, multiprocessors: int, blocks: int, largest: int
+    num_steps: Sequence[int], heads: int, sequences: int, multiprocessors: int, blocks: int, largest: int
 ) -> int:
     """Choose how many blocks share keys.
 
     Parameters
     ----------
-    steps : sequence of int
+    num_steps : sequence of int
         From `steps_of`, for each KV head of each sequence.
     heads, sequences, multiprocessors : int
     blocks : int
@@ -122,11 +122,11 @@ def divide(
     --------
     2,048 tokens, causal, 8 query heads on 2 of 128 channels, and 16 such sequences:
 
-    >>> steps = steps_of(2048, 2048, 1 << 30, 0, 4, 64, 128)
-    >>> divide(steps, 2, 1, 132, 1, CLUSTER), divide(steps, 2, 16, 132, 1, CLUSTER)
+    >>> num_steps = steps_of(2048, 2048, 1 << 30, 0, 4, 64, 128)
+    >>> divide(num_steps, 2, 1, 132, 1, CLUSTER), divide(num_steps, 2, 16, 132, 1, CLUSTER)
     (8, 1)
     """
-    falling, copies = sorted(steps, reverse=True), heads * sequences
+    falling, copies = sorted(num_steps, reverse=True), heads * sequences
     resident = max(1, _RESIDENT[blocks] * multiprocessors // _MEASURED_ON)
     best, best_time = 1, _time(falling, copies, 1, resident)
     for cluster, measured in _RESIDENT.items():
@@ -138,12 +138,12 @@ def divide(
     return best
 
 
-def _time(steps: Sequence[int], copies: int, cluster_split: int, resident: int) -> float:
+def _time(num_steps: Sequence[int], copies: int, cluster_split: int, resident: int) -> float:
     """Least time, in steps, of clusters in falling order, `copies` of each, `resident` at a time.
 
     Of any k resident + 1 clusters one place has k + 1, each of them as long as the last of these clusters.
     """
-    times = [_START + (_REDUCE if cluster_split > 1 else 0.0) + -(-own // cluster_split) for own in steps]
+    times = [_START + (_REDUCE if cluster_split > 1 else 0.0) + -(-own // cluster_split) for own in num_steps]
     each = max(
         ((k + 1) * times[k * resident // copies] for k in range(-(-len(times) * copies // resident))),
         default=0.0,

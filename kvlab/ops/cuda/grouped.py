@@ -214,7 +214,7 @@ class ListedCall:
         self._stream = stream_of(kind)
         self._split_out, self._split_lse = (splitter(rows, axis, kind) for axis in (0, 1))
 
-        # Places of addresses among those of a call: q, k, v; cu_seqlens, prefixes.
+        # Indices of addresses among those of a call: q, k, v; cu_seqlens, prefixes.
         self._mapped = [*present, count, count + 1]
         cu_q, lens = ([_LIST_CALL.word(f"{name}{i}") for i in range(len(present))] for name in _OF_GROUPS)
         of_list = [*cu_q, *lens, _LIST_CALL.word("cu_k")]

@@ -222,7 +222,7 @@ class ListedCall:
             indices=[*each, max_groups, max_groups + 1, *(max_groups + 2 + i for i in each)],
         )  # fmt: skip
 
-        # Places of addresses: of the call q, k, v; cu_seqlens, prefixes; of the results dout, out, lse.
+        # Indices of addresses: of the call q, k, v; cu_seqlens, prefixes; of the results dout, out, lse.
         self._mapped = [*present, count, count + 1]
         self._douts = present
         self._cu_q, self._prefixes = [count + 2 + g for g in present], [2 * count + 2 + g for g in present]
@@ -263,13 +263,13 @@ class ListedCall:
         call: GroupedCall, fields: dict[str, Any], longest: list[int], tiling: tuple[int, int]
     ) -> int:
         """Divide tiles of keys among blocks as if every prefix were as long as the longest sequence."""
-        steps = [
+        num_steps = [
             steps_of(rows, call.longest[1], fields["left"], fields["right"], fields["group"], *tiling)
             for rows in longest
         ]
         largest = 1 if call.sm_margin else CLUSTER  # blocks of clusters do not persist
         heads_kv, device = call.sizes["Hk"], call.views[0].device
-        of_tile = [sum(x) for x in zip(*steps, strict=True)]
+        of_tile = [sum(x) for x in zip(*num_steps, strict=True)]
         return divide(of_tile, heads_kv, call.sizes["batch"], multiprocessors(device), 1, largest)
 
     def __call__(self, addresses: Sequence[int], results: Sequence[int]) -> tuple[list[Any], Any, Any]:

@@ -68,7 +68,7 @@ _ROWS = np.dtype(
     [
         *((name, "u8") for name in ("from", "to", "sources", "rows", "origins", "kept")),
         *((name, "u8") for name in ("free_numbers", "copies", "num_copies", "targets")),
-        *((name, "i4") for name in ("capacity", "head_dim", "num_targets")),
+        *((name, "i4") for name in ("capacity", "head_dim", "num_copied_rows")),
     ],
     align=True,
 )
@@ -295,7 +295,7 @@ def crop_rows(
 
 
 def take_rows(
-    head_dim: int, dtype: str, device: int, addresses: Sequence[int], capacity: int, num_targets: int,
+    head_dim: int, dtype: str, device: int, addresses: Sequence[int], capacity: int, num_copied_rows: int,
     layers: int, stream: int, *, in_place: bool, in_blocks: bool = False,
 ) -> None:  # fmt: skip
     """Let rows of some layers take over the pages of others; see `kvlab.cache.store`.
@@ -303,11 +303,11 @@ def take_rows(
     Parameters
     ----------
     addresses : sequence of int
-        As in `Rows` of pages/rows.cu, from `from` to `targets`.
+        As in `Rows` of pages/rows.cu, from `from` to `copied_rows`.
     capacity : int
         Pages of a layer that the lists take.
-    num_targets : int
-        Of rows in `targets`.
+    num_copied_rows : int
+        Of rows in `copied_rows`.
     in_place : bool
         As in `RowMove`.
     in_blocks : bool
@@ -315,7 +315,7 @@ def take_rows(
     """
     call = np.zeros(1, _ROWS)
     call.view(np.uint64)[: len(addresses)] = addresses
-    call["capacity"], call["head_dim"], call["num_targets"] = capacity, head_dim, num_targets
+    call["capacity"], call["head_dim"], call["num_copied_rows"] = capacity, head_dim, num_copied_rows
     if not capacity:
         return
     grid = _grid(capacity, layers, _FEW_BLOCKS * multiprocessors(device))

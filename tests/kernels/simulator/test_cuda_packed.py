@@ -314,7 +314,7 @@ def test_nan_of_a_live_token_shows_in_its_head_alone() -> None:
     case = case_of(((4, 4),), [[2, 2]])
     layout, pages = case.pages.layouts[0], case.pages
     live = next(p for p in range(8) if pages.count[0, 1, p])
-    pages.pools[0][pages.index[0, 1, live], layout.v_step_sizes] = 0xFF
+    pages.pools[0][pages.index[0, 1, live], layout.v_scales] = 0xFF
     result = simulate(case)
     assert np.isnan(result.out[0, 0, 1]).all()
     assert np.isfinite(result.out[0, 0, 0]).all()

@@ -1,4 +1,4 @@
-"""Decode attention over packed pages: the steps of a quad between K q and V^T p, and what stands around them.
+"""Decode attention over packed pages: the softmax of a quad between K q and V^T p, and what stands around it.
 
 Each function makes a device function for one specialisation of the kernel in `cuda/packed.py`, which says how
 lanes share a page. All exchange through shared memory within a warp, so every barrier is one of a warp.
@@ -58,12 +58,12 @@ def make_keep(rows):
 
     @device
     def keep_scores(scores, quad, lane, keep, first_kept, sums):
-        place = 16 * (lane & 3) + 2 * (lane >> 2)  # slots of page after page
+        slot = 16 * (lane & 3) + 2 * (lane >> 2)  # slots of page after page
         for row in range(rows):
             kept_row = int32(first_kept + row)
             if kept_row >= 0 and kept_row < keep:
                 for t in range(2):
-                    scores[(int64(quad) * keep + kept_row) * 64 + place + t] = sums[t * rows + row]
+                    scores[(int64(quad) * keep + kept_row) * 64 + slot + t] = sums[t * rows + row]
 
     return keep_scores
 
@@ -95,7 +95,7 @@ def make_row_max(rows, score_stride, out_floats):
 
 
 def make_weights(rows, dtype):
-    """Make the device functions that turn scores of a lane's two slots into probabilities, times steps of V.
+    """Make the device functions that turn scores of a lane's two slots into probabilities, times scales of V.
 
     Raw values take them as floats, by `place_of`. Coded ones take integers h, as `make_values` wants them, of
     a unit for each row and each 16 tokens that one u takes: lanes 8 u to 8 u + 7 have them.
@@ -103,11 +103,11 @@ def make_weights(rows, dtype):
     pieces = pieces_of(dtype)
 
     @device
-    def exp_scores(sums, t, row_max, total_weight, step):
+    def exp_scores(sums, t, row_max, total_weight, scale):
         for row in range(rows):
             p = float32(math.exp(sums[t * rows + row] - row_max[row]))
             total_weight[row] += p
-            sums[t * rows + row] = p * step
+            sums[t * rows + row] = p * scale
 
     @device
     def write_floats(sums, lane, weights, at):
@@ -125,7 +125,7 @@ def make_weights(rows, dtype):
             exchange[to + uint32(row)] = uint32(max(a, b)).view(float32)
 
     @device
-    def write_pairs(sums, lane, exchange, own, units, units_at, pairs, pairs_at):
+    def write_pairs(sums, lane, exchange, own, units, units_at, weight_pairs, pairs_at):
         u = lane >> 3
         largest = cuda.local.array(rows, uint32)
         for row in range(rows):
@@ -142,7 +142,7 @@ def make_weights(rows, dtype):
                 units[uint32(units_at + u * rows + row)] = unit
             a, b = sums[row] * inverse, sums[rows + row] * inverse
             for piece in range(pieces):
-                pairs[to + uint32(32 * piece * rows + row)] = pair_of(a, b)
+                weight_pairs[to + uint32(32 * piece * rows + row)] = pair_of(a, b)
                 a, b = (a - nearest(a)) / PIECE, (b - nearest(b)) / PIECE
 
     return exp_scores, write_floats, write_largest, write_pairs
@@ -181,9 +181,9 @@ def make_result(head_dim, rows, out_stride):
 def make_widths(head_dim, dtype, widths_k, widths_v, profiles):
     """Make the device function that returns the widths of a rung, 0 for 16, and where parts of a page begin.
 
-    In words from the codes of K, which come first: steps of K, codes of V, steps of V, positions; then the
-    words of the record. At width 16 there are no steps. With `profiles`, a list, the width of K is the number
-    of a profile, from 1 on.
+    In words from the codes of K, which come first: scales of K, codes of V, scales of V, positions; then the
+    words of the record. At width 16 there are no scales. With `profiles`, a list, the width of K is the
+    number of a profile, from 1 on.
     """
     raw_words, tiles = words_of_side(16, dtype, head_dim), head_dim // 16
     width_of_flag = {1: 2, 2: 3, 4: 4, 8: 8, 16: 0}
@@ -203,11 +203,11 @@ def make_widths(head_dim, dtype, widths_k, widths_v, profiles):
     def widths_of(bits_k, bits_v, rung):
         width_k = (bits_k >> (4 * rung)) & 15 if only_k < 0 else only_k
         width_v = (bits_v >> (4 * rung)) & 15 if only_v < 0 else only_v
-        k_step_sizes = k_words(width_k)
-        v_codes = k_step_sizes + (4 if width_k else 0)
-        v_step_sizes = v_codes + side_words(width_v)
-        positions = v_step_sizes + (4 if width_v else 0)
-        return width_k, width_v, k_step_sizes, v_codes, v_step_sizes, positions, positions + 12
+        k_scales = k_words(width_k)
+        v_codes = k_scales + (4 if width_k else 0)
+        v_scales = v_codes + side_words(width_v)
+        positions = v_scales + (4 if width_v else 0)
+        return width_k, width_v, k_scales, v_codes, v_scales, positions, positions + 12
 
     return widths_of
 
