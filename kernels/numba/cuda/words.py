@@ -139,11 +139,11 @@ def is_wide(size):
 
 
 @device
-def scale_word(unrounded, wide, reach, reachable):
+def scale_word(step, wide, reach, reachable):
     """Round a scale to nearest; up, where `reach` is more than `reachable` times the nearest."""
-    nearest = nearest_word(unrounded, wide)
+    nearest = nearest_word(step, wide)
     if reach > float32(reachable * word_value(nearest, wide)):
-        return word_above(unrounded, wide)
+        return word_above(step, wide)
     return nearest
 
 
