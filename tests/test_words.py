@@ -33,7 +33,6 @@ LEFT = {
         "kernels/numba/cpu/pages.py", "kvlab/ops/cpu/page_tokens.py",
     ),
     "pairs": ("kernels/numba/cpu/fragments.py",),
-    ),
 }  # fmt: skip
 """No whole names, and where they still are one."""
 
