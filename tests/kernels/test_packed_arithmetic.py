@@ -251,7 +251,7 @@ def judge(quads: list[Quad], q: Array, out: Array, lse: Array, with_rest: bool =
     scale = HEAD_DIM**-0.5
     k, v = (
         np.concatenate(
-            [values_of(getattr(p, side), getattr(p, f"{side}_step_sizes"), p.bits)[: p.count] for p in quads]
+            [values_of(getattr(p, side), getattr(p, f"{side}_scales"), p.bits)[: p.count] for p in quads]
         )
         for side in ("k", "v")
     )

@@ -116,8 +116,9 @@ def make_queries(head_dim, dtype, rows, widths, in_blocks):
             if position < head_dim:
                 channel = channel_of_position(k_order, half_at, position) if in_blocks else position
                 x[i] = widen(q[source + channel]) * scale
-                shift = int32(k_shift[half_at + channel % half])
-                exchange[own + position] = x[i] * float32(int32(1) << shift)
+                exchange[own + position] = x[i] * float32(
+                    int32(1) << int32(k_shift[half_at + channel % half])
+                )
                 mean_sum += x[i] * from_float16(k_mean[frame_at + channel])
                 if raw:
                     raw_queries[query_place(channel, row, rows)] = x[i]
