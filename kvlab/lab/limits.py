@@ -17,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-from kvlab.device import Gpu, cpu
+from kvlab.device import Gpu, cpu, gpus
 from kvlab.errors import needs_extra
 
-__all__ = ["Limit", "cpu_limit", "gpu_limit"]
+__all__ = ["Limit", "cpu_limit", "gpu_limit", "limit_of"]
 
 _SLACK = 3.0
 """On the copies of a CPU: 1.5 for reads alone, 2 for other work on the machine while they were measured."""
@@ -51,6 +51,11 @@ class Limit:
         """Time that reading so many bytes takes at least."""
         held = min(nbytes, self.cache_nbytes)
         return held / self.cache + (nbytes - held) / self.memory
+
+
+def limit_of(device: str) -> Limit:
+    """The limit of a kind of device, ``"cpu"`` or ``"cuda"``: its first GPU."""
+    return cpu_limit() if device == "cpu" else gpu_limit(gpus()[0])
 
 
 def cpu_limit() -> Limit:

@@ -7,13 +7,15 @@ different minutes. Working sets must exceed the caches: that is the caller's bus
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Timing", "time_in_turns"]
+__all__ = ["Timing", "limited_threads", "time_in_turns"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,25 @@ class Timing:
     def percentile(self, percent: float) -> float:
         """Return a percentile, in seconds."""
         return float(np.percentile(self.seconds, percent))
+
+    def milliseconds(self) -> dict[str, float]:
+        """Return the median and the 5th and 95th percentile, as columns of a table."""
+        return {
+            "ms": 1e3 * self.median,
+            "p5_ms": 1e3 * self.percentile(5),
+            "p95_ms": 1e3 * self.percentile(95),
+        }
+
+    def latency(self) -> dict[str, float]:
+        """Return the figures of one decode step, as columns of a table: latencies, tokens a second."""
+        mean = float(np.mean(self.seconds))
+        return {
+            "avg_latency_ms": 1e3 * mean,
+            "p5_latency_ms": 1e3 * self.percentile(5),
+            "p50_latency_ms": 1e3 * self.median,
+            "p95_latency_ms": 1e3 * self.percentile(95),
+            "throughput_tps": 1 / mean,
+        }
 
     def ratio_to(self, other: Timing) -> float:
         """Return how many times longer the other call took: the median over turns.
@@ -85,3 +106,21 @@ def time_in_turns(
             call()
             seconds[name].append(time.perf_counter() - start)
     return {name: Timing(tuple(values)) for name, values in seconds.items()}
+
+
+@contextmanager
+def limited_threads(count: int) -> Iterator[None]:
+    """Let Numba, and torch where it is imported, use so many threads within a block."""
+    import numba
+
+    torch = sys.modules.get("torch")
+    before = numba.get_num_threads(), torch.get_num_threads() if torch else count
+    numba.set_num_threads(min(count, before[0]))
+    if torch:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        numba.set_num_threads(before[0])
+        if torch:
+            torch.set_num_threads(before[1])

@@ -12,7 +12,7 @@ from kvlab.lab.ablation.grid import MODELS, AblationCase, Geometry
 from kvlab.lab.ablation.unpacked import unpack_pages
 from kvlab.lab.benchmark.baseline import Options
 from kvlab.lab.benchmark.cache import benchmark_cache
-from kvlab.lab.on_gpu import attend_layers
+from kvlab.lab.page_attention import _time_on_gpu
 from kvlab.ops.packed import packed_attention
 
 SMALL = AblationCase(0.4, "2,4,8", 256, model=None, geometry=Geometry(2, 8, 2, 64), device="cuda")
@@ -27,7 +27,7 @@ def test_attention_over_both_layouts_is_that_of_the_cpu(bits: str) -> None:
     expected = packed_attention(q, pages[0], backend="reference").out
     has_profiles = any(layout.in_blocks for layout in pages[0].layouts)  # which have no other layout
     for layers in [pages] if has_profiles else [pages, [unpack_pages(layer) for layer in pages]]:
-        timing, found, backend = attend_layers(layers, q, 3)
+        timing, found, backend = _time_on_gpu(layers, q, 3)
         assert backend == "cuda"
         assert np.linalg.norm(found - expected) <= 2e-3 * np.linalg.norm(expected)
         assert min(timing.seconds) > 0

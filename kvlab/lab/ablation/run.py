@@ -17,33 +17,27 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvlab import environment
 from kvlab.cache.cache import MixedPrecisionCache
-from kvlab.device import gpus
 from kvlab.errors import BudgetError
 from kvlab.lab import guard
 from kvlab.lab.ablation.grid import AblationCase
 from kvlab.lab.ablation.memory import refuse_too_large
 from kvlab.lab.ablation.synthetic import EvaluatedCache, fill, new_cache, query
 from kvlab.lab.ablation.unpacked import page_nbytes, unpack_pages
-from kvlab.lab.limits import cpu_limit, gpu_limit
-from kvlab.lab.on_gpu import attend_layers
+from kvlab.lab.page_attention import time_layers
 from kvlab.lab.results import provenance
-from kvlab.lab.timing import Timing, time_in_turns
 from kvlab.ops.packed import packed_attention
 from kvlab.pages import LayerPages
-from kvlab.registry import last_backend
 
 __all__ = ["SCHEMA", "feasible_budget", "pages_of", "read_ahead", "run"]
 
 SCHEMA = "kvlab ablation 1"
-_TOLERANCE = {"cpu": 1e-5, "cuda": 1e-2}  # of attention against float64: float32, bfloat16
 _JOB = ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_JOB_ID", "SLURM_RESTART_COUNT")
 Tick = Callable[[int, int], None]
 
@@ -232,40 +226,18 @@ def _performance(
     case: AblationCase, packed: list[LayerPages], pages: list[LayerPages]
 ) -> tuple[dict[str, float | int], str]:
     """Time the attention of one new token over the stored tokens of all layers, once it is right."""
-    expected = packed_attention(query(case), packed[0], backend="reference").out
+    q = query(case)
+    expected = packed_attention(q, packed[0], backend="reference").out
     repeats = 3 if os.environ.get("KVLAB_TINY") == "1" else 20
-    if case.device == "cuda":
-        timing, found, backend = attend_layers(pages, query(case), repeats)
-    else:
-        timing, found, backend = _attend_layers(pages, query(case), repeats)
     what = f"attention over the pages of {case.name}"
-    error = guard.refuse_wrong(found, expected, _TOLERANCE[case.device], what)
-    must_read = sum(map(page_nbytes, pages))
-    limit = cpu_limit if case.device == "cpu" else partial(gpu_limit, gpus()[0])
-    guard.refuse_impossible(must_read, min(timing.seconds), limit)
-    mean = float(np.mean(timing.seconds))
+    timed = time_layers(pages, q, expected, device=case.device, repeats=repeats, what=what)
+    latency = timed.timing.latency()
     return {
-        "avg_latency_ms": 1e3 * mean,
-        "p5_latency_ms": 1e3 * timing.percentile(5),
-        "p50_latency_ms": 1e3 * timing.median,
-        "p95_latency_ms": 1e3 * timing.percentile(95),
-        "throughput_tps": 1 / mean,
-        "gb_per_s": must_read / mean / 1e9,
-        "kernel_error": error,
+        **latency,
+        "gb_per_s": timed.nbytes * latency["throughput_tps"] / 1e9,
+        "kernel_error": timed.error,
         "repeats": repeats,
-    }, backend
-
-
-def _attend_layers(
-    pages: list[LayerPages], q: NDArray[np.float32], repeats: int
-) -> tuple[Timing, NDArray[np.float32], str]:
-    """Seconds of each repeat over all layers, the output of the first layer, and the backend that ran."""
-    found = packed_attention(q, pages[0]).out
-    backend = last_backend()
-    timings = time_in_turns(
-        {"layers": lambda: [packed_attention(q, layer) for layer in pages]}, repeats=repeats
-    )
-    return timings["layers"], found, str(backend)
+    }, timed.backend
 
 
 # ---- provenance --------------------------------------------------------------------------------------------

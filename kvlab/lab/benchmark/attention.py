@@ -22,7 +22,7 @@ from kvlab.errors import needs_extra
 from kvlab.lab.benchmark.attention_peers import backward_of, peers
 from kvlab.lab.benchmark.baseline import Options, check
 from kvlab.lab.results import Row
-from kvlab.lab.timing import time_in_turns
+from kvlab.lab.timing import limited_threads, time_in_turns
 from kvlab.lab.timing_gpu import time_by_events
 
 __all__ = ["CASES", "NOTE", "Case", "benchmark_attention", "flops", "release_cases"]
@@ -121,18 +121,11 @@ def benchmark_attention(options: Options) -> list[Row]:
         If torch is not installed.
     """
     with needs_extra("hf", "kvlab benchmark attention"):
-        import numba
-        import torch
+        import torch  # noqa: F401
 
     cases = TINY_CASES if options.tiny else release_cases(options.device) if options.release else CASES
-    before = numba.get_num_threads(), torch.get_num_threads()
-    numba.set_num_threads(min(options.threads, before[0]))
-    torch.set_num_threads(options.threads)
-    try:
+    with limited_threads(options.threads):
         return [_measure(case, backward, options) for case in cases for backward in (False, True)]
-    finally:
-        numba.set_num_threads(before[0])
-        torch.set_num_threads(before[1])
 
 
 def _measure(case: Case, backward: bool, options: Options) -> Row:
@@ -159,9 +152,7 @@ def _measure(case: Case, backward: bool, options: Options) -> Row:
         "head_dim": head_dim,
         "causal": case.causal,
         "direction": "backward" if backward else "forward",
-        "ms": 1e3 * ours.median,
-        "p5_ms": 1e3 * ours.percentile(5),
-        "p95_ms": 1e3 * ours.percentile(95),
+        **ours.milliseconds(),
         "tflops": flops(case, head_dim, backward) / ours.median / 1e12,
         "torch_ms": 1e3 * best.median,
         "speedup": ours.ratio_to(best),

@@ -7,7 +7,6 @@ that is new to a process.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,7 +14,7 @@ import numpy as np
 
 from kvlab.device import cpu
 from kvlab.lab.results import Row
-from kvlab.lab.timing import time_in_turns
+from kvlab.lab.timing import limited_threads, time_in_turns
 
 __all__ = ["Options", "against_copy", "check"]
 
@@ -66,27 +65,18 @@ def against_copy(
         ``ms``, ``p5_ms``, ``p95_ms``: of the call; ``gb_per_s``; ``copy_gb_per_s``: of the copy; ``of_copy``:
         speed relative to the copy; ``times_numpy``: relative to NumPy, None without an expression.
     """
-    import numba
-
     from kvlab.numba_kernels.cpu.copy import copy_words
 
-    before = numba.get_num_threads()
-    numba.set_num_threads(min(options.threads, os.cpu_count() or 1))
-    try:
-        source = np.ones(nbytes // 16, np.uint64)
-        copy = lambda: copy_words(source, np.empty_like(source))  # noqa: E731
+    source, numpy_seconds = np.ones(nbytes // 16, np.uint64), None
+    copy = lambda: copy_words(source, np.empty_like(source))  # noqa: E731
+    with limited_threads(options.threads):
         timings = time_in_turns({"call": call, "copy": copy}, repeats=options.repeats)
-        numpy_seconds = None
         if numpy_call is not None:
             repeats = min(options.repeats, 3)
             numpy_seconds = time_in_turns({"numpy": numpy_call}, repeats=repeats, warm_up=1)["numpy"].median
-    finally:
-        numba.set_num_threads(before)
     timing = timings["call"]
     return {
-        "ms": 1e3 * timing.median,
-        "p5_ms": 1e3 * timing.percentile(5),
-        "p95_ms": 1e3 * timing.percentile(95),
+        **timing.milliseconds(),
         "gb_per_s": nbytes / timing.median / 1e9,
         "copy_gb_per_s": nbytes / timings["copy"].median / 1e9,
         "of_copy": timing.ratio_to(timings["copy"]),

@@ -19,28 +19,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.device import gpus
 from kvlab.errors import needs_extra
 from kvlab.lab import guard
 from kvlab.lab.ablation.grid import Geometry
-from kvlab.lab.ablation.unpacked import page_nbytes
 from kvlab.lab.benchmark.baseline import Options
-from kvlab.lab.benchmark.decode import (
-    HEAD_DIM,
-    NUM_HEADS_KV,
-    NUM_HEADS_Q,
-    WIDTHS,
-    Mixed,
-    make_pages,
-)
+from kvlab.lab.benchmark.decode import HEAD_DIM, NUM_HEADS_KV, NUM_HEADS_Q, WIDTHS, make_pages
 from kvlab.lab.gpu_lock import gpu_lock
-from kvlab.lab.limits import cpu_limit, gpu_limit
+from kvlab.lab.limits import limit_of
+from kvlab.lab.page_attention import TimedLayers, time_layers
 from kvlab.lab.results import Row, write
-from kvlab.lab.timing import Timing, time_in_turns
+from kvlab.lab.timing import time_in_turns
+from kvlab.lab.timing_gpu import time_on_device
 from kvlab.ops.attention import attention
 from kvlab.ops.packed import packed_attention
 from kvlab.pages import LayerPages
-from kvlab.registry import last_backend
 from kvlab.sizes import parse_size
 
 __all__ = ["BASELINES", "COMPARISON", "NOTE", "benchmark_cache", "compare"]
@@ -54,7 +46,9 @@ BASELINES = {"fp16": None, "uniform_8bit": "8", "uniform_4bit": "4", "mixed": "m
 _RENAMED = {"smartkv_mixed": "mixed"}
 """Older names of baselines, which work for one version more, with a warning."""
 COMPARISON = "benchmark_comparison.csv"
-_TOLERANCE = {"cpu": {"fp16": 5e-3, "packed": 1e-5}, "cuda": {"fp16": 1e-2, "packed": 1e-2}}
+_TOLERANCE = {"cpu": 5e-3, "cuda": 1e-2}
+"""Of the dense cache against float64."""
+_WHAT = "attention over the cache"
 
 
 def benchmark_cache(options: Options) -> list[Row]:
@@ -88,37 +82,27 @@ def benchmark_cache(options: Options) -> list[Row]:
     """
     baselines = [*BASELINES] if options.baseline == "all" else [_current_name(options.baseline)]
     contexts = [parse_size(word, "contexts") for word in options.contexts.split(",")]
-    repeats, device, num_layers = options.repeats, options.device, 2 if options.tiny else NUM_LAYERS
+    num_layers = 2 if options.tiny else NUM_LAYERS
     if unknown := set(baselines) - set(BASELINES):
         raise ValueError(f"baseline={min(unknown)!r} is unknown; known are {', '.join(BASELINES)}")
     rows: list[Row] = []
     for context in contexts:
         fp16_ms = None
         for name in baselines:
-            widths = BASELINES[name]
-            if widths is None:
-                measured, nbytes = _dense(context, num_layers, repeats, device)
-            else:
-                measured, nbytes = _packed(WIDTHS[widths], context, num_layers, repeats, device)
-            timing, backend = measured
-            fp16_ms = 1e3 * timing.median if name == "fp16" else fp16_ms
+            timed = _time(name, context, num_layers, options)
+            fp16_ms = 1e3 * timed.timing.median if name == "fp16" else fp16_ms
             geometry = Geometry(num_layers, NUM_HEADS_Q, NUM_HEADS_KV, HEAD_DIM)
-            mean = float(np.mean(timing.seconds))
             rows.append(
                 {
                     "baseline": name,
                     "context_length": context,
                     "layers": num_layers,
-                    "device": device,
-                    "backend": backend,
-                    "avg_latency_ms": 1e3 * mean,
-                    "p5_latency_ms": 1e3 * timing.percentile(5),
-                    "p50_latency_ms": 1e3 * timing.median,
-                    "p95_latency_ms": 1e3 * timing.percentile(95),
-                    "throughput_tps": 1 / mean,
-                    "allocated_gb": nbytes / 1e9,
-                    "memory_ratio": nbytes / geometry.fp16_nbytes(context),
-                    "speedup": None if fp16_ms is None else fp16_ms / (1e3 * timing.median),
+                    "device": options.device,
+                    "backend": timed.backend,
+                    **timed.timing.latency(),
+                    "allocated_gb": timed.nbytes / 1e9,
+                    "memory_ratio": timed.nbytes / geometry.fp16_nbytes(context),
+                    "speedup": None if fp16_ms is None else fp16_ms / (1e3 * timed.timing.median),
                 }
             )
     return rows
@@ -171,28 +155,25 @@ def _current_name(name: str) -> str:
     return _RENAMED.get(name, name)
 
 
-_Measured = tuple[Timing, str]
+def _time(baseline: str, context: int, num_layers: int, options: Options) -> TimedLayers:
+    """Time one baseline at a context, and refuse figures of a GPU that had slowed down."""
+    widths = BASELINES[baseline]
+    if widths is None:
+        timed = _dense(context, num_layers, options)
+    else:
+        rng, q, device = np.random.default_rng(0), _query(), options.device
+        pages = [make_pages(rng, WIDTHS[widths], context) for _ in range(num_layers)]
+        expected = packed_attention(q, pages[0], backend="reference").out
+        if device == "cuda":
+            pages = [_as_float16(layer) for layer in pages]
+        timed = time_layers(pages, q, expected, device=device, repeats=options.repeats, what=_WHAT)
+    if options.device == "cuda":
+        guard.refuse_throttled(guard.gpu_state())
+    return timed
 
 
 def _query() -> NDArray[np.float32]:
     return np.random.default_rng(1).standard_normal((1, 1, NUM_HEADS_Q, HEAD_DIM), np.float32)
-
-
-def _packed(widths: Mixed, context: int, num_layers: int, repeats: int, device: str) -> tuple[_Measured, int]:
-    rng, q = np.random.default_rng(0), _query()
-    pages = [make_pages(rng, widths, context) for _ in range(num_layers)]
-    nbytes = sum(map(page_nbytes, pages))
-    expected = packed_attention(q, pages[0], backend="reference").out
-    if device == "cuda":
-        from kvlab.lab.on_gpu import attend_layers
-
-        timing, found, backend = attend_layers([_as_float16(layer) for layer in pages], q, repeats)
-    else:
-        found, backend = packed_attention(q, pages[0]).out, str(last_backend())
-        calls = {"layers": lambda: [packed_attention(q, layer) for layer in pages]}
-        timing = time_in_turns(calls, repeats=repeats)["layers"]
-    _guard(found, expected, _TOLERANCE[device]["packed"], nbytes, timing, device)
-    return (timing, backend), nbytes
 
 
 def _as_float16(pages: LayerPages) -> LayerPages:
@@ -202,36 +183,36 @@ def _as_float16(pages: LayerPages) -> LayerPages:
     )
 
 
-def _dense(context: int, num_layers: int, repeats: int, device: str) -> tuple[_Measured, int]:
+def _dense(context: int, num_layers: int, options: Options) -> TimedLayers:
     """The fastest of torch's ways to attend a dense cache."""
     with needs_extra("hf", "kvlab benchmark cache --baseline fp16"):
         import torch
 
+    device, repeats = options.device, options.repeats
     q = torch.from_numpy(_query().transpose(0, 2, 1, 3)).to(device).half()
     generator = torch.Generator(device).manual_seed(0)
     shape = (2, 1, NUM_HEADS_KV, context, HEAD_DIM)
     kv = [
         torch.randn(shape, generator=generator, device=device, dtype=torch.float16) for _ in range(num_layers)
     ]
-    nbytes = sum(layer.numel() * layer.element_size() for layer in kv)
+    nbytes = sum(layer.nbytes for layer in kv)
     exact = [x.cpu().float().transpose(1, 2).numpy() for x in kv[0]]
     rounded = q.cpu().float().transpose(1, 2).numpy()
     expected: Any = attention(rounded, *exact, backend="reference")
     calls: dict[str, Callable[[], object]] = {}
+    errors = {}
     for name, attend in _ways(q, device).items():
         found = attend(*kv[0]).cpu().float().numpy().reshape(expected.shape)
-        guard.refuse_wrong(found, expected, _TOLERANCE[device]["fp16"], f"{name} over the dense cache")
+        errors[name] = guard.refuse_wrong(found, expected, _TOLERANCE[device], f"{name} over the dense cache")
         calls[name] = lambda attend=attend: [attend(k, v) for k, v in kv]  # type: ignore[misc]
     if device == "cuda":
-        from kvlab.lab.timing_gpu import time_on_device
-
         with gpu_lock().exclusive():
             timings = time_on_device(calls, repeats)
     else:
         timings = time_in_turns(calls, repeats=repeats)
-    timing = min(timings.values(), key=lambda each: each.median)
-    _guard(found, expected, _TOLERANCE[device]["fp16"], nbytes, timing, device)
-    return (timing, "torch"), nbytes
+    best = min(timings, key=lambda name: timings[name].median)
+    guard.refuse_impossible(nbytes, min(timings[best].seconds), partial(limit_of, device))
+    return TimedLayers(timings[best], nbytes, errors[best], "torch")
 
 
 def _ways(q: Any, device: str) -> dict[str, Callable[[Any, Any], Any]]:
@@ -252,13 +233,3 @@ def _ways(q: Any, device: str) -> dict[str, Callable[[Any, Any], Any]]:
 
             ways[backend.name] = attend
     return ways
-
-
-def _guard(
-    found: NDArray[Any], expected: NDArray[Any], tolerance: float, nbytes: int, timing: Timing, device: str
-) -> None:
-    if device == "cuda":
-        guard.refuse_throttled(guard.gpu_state())
-    guard.refuse_wrong(found, expected, tolerance, "attention over the cache")
-    limit = cpu_limit if device == "cpu" else partial(gpu_limit, gpus()[0])
-    guard.refuse_impossible(nbytes, min(timing.seconds), limit)

@@ -24,7 +24,7 @@ from kvlab.arrays import numpy_dtype
 from kvlab.errors import needs_extra
 from kvlab.lab.benchmark.baseline import Options
 from kvlab.lab.results import Row
-from kvlab.lab.timing import time_in_turns
+from kvlab.lab.timing import limited_threads, time_in_turns
 from kvlab.ops.cpu.page_tokens import decode_tokens
 from kvlab.ops.packed import packed_attention
 from kvlab.pages import QUAD, TOKENS_PER_PAGE, LayerPages, PageLayout, Width, new_pool, width_number
@@ -80,22 +80,14 @@ def benchmark_decode(options: Options) -> list[Row]:
     if "torch" not in sys.modules:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with needs_extra("hf", "kvlab benchmark decode"):
-        import torch
-    import numba
-
-    before = numba.get_num_threads(), torch.get_num_threads()
+        import torch  # noqa: F401
     contexts, count, rng = (128,) if options.tiny else CONTEXTS, options.threads, np.random.default_rng(0)
-    try:
-        numba.set_num_threads(count)
-        torch.set_num_threads(count)
-        rows = []
+    rows = []
+    with limited_threads(count):
         for context, name, dtype in itertools.product(contexts, WIDTHS, ("float32", "bfloat16")):
             row: Row = {"context": context, "widths": name, "dtype": dtype, "threads": count}
             rows.append(row | _time(make_pages(rng, WIDTHS[name], context), dtype, rng, options.repeats))
-        return rows
-    finally:
-        numba.set_num_threads(before[0])
-        torch.set_num_threads(before[1])
+    return rows
 
 
 def make_pages(rng: np.random.Generator, widths: Mixed, tokens: int) -> LayerPages:

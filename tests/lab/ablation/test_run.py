@@ -12,7 +12,7 @@ import pytest
 
 from kvlab.device import Gpu, cpu
 from kvlab.errors import BudgetError, MissingExtraError, OutOfMemory
-from kvlab.lab import guard
+from kvlab.lab import guard, page_attention
 from kvlab.lab.ablation import memory
 from kvlab.lab.ablation import run as ablation
 from kvlab.lab.ablation.grid import BITS, BUDGETS, MODELS, AblationCase, Geometry, make_grid, within_model
@@ -225,18 +225,18 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(pages: Any, q: Any, repeats: int) -> Any:
         return Timing((1.0,) * repeats), np.zeros_like(q), "cpu"
 
-    monkeypatch.setattr(ablation, "_attend_layers", wrong)
+    monkeypatch.setattr(page_attention, "_time_on_cpu", wrong)
     with pytest.raises(RuntimeError, match="relative error 1, allowed"):
         ablation.run(SMALL)
 
 
 def test_a_call_that_does_nothing_is_too_fast_to_be_true(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = ablation._attend_layers
+    right = page_attention._time_on_cpu
 
     def empty(pages: Any, q: Any, repeats: int) -> Any:
         return Timing((1e-9,) * repeats), *right(pages, q, 1)[1:]
 
-    monkeypatch.setattr(ablation, "_attend_layers", empty)
+    monkeypatch.setattr(page_attention, "_time_on_cpu", empty)
     with pytest.raises(RuntimeError, match="did not do the work"):
         ablation.run(SMALL)
 

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvlab import cli
+from kvlab.lab import page_attention
 from kvlab.lab.benchmark import cache as module
 from kvlab.lab.benchmark.baseline import Options
 from kvlab.lab.benchmark.cache import BASELINES, benchmark_cache
@@ -38,17 +39,17 @@ def test_four_baselines_are_compared_by_context() -> None:
 
 
 def test_wrong_and_impossible_results_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = module.packed_attention
+    right = page_attention.packed_attention
 
     def shifted(q: Any, pages: Any, **options: Any) -> Any:
         found = right(q, pages, **options)
         return found if options else found._replace(out=np.roll(found.out, 1, axis=2))
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "packed_attention", shifted)
+        patch.setattr(page_attention, "packed_attention", shifted)
         with pytest.raises(RuntimeError, match="it was not timed"):
             benchmark_cache(replace(SMALL, baseline="uniform_4bit"))
-    monkeypatch.setattr(module, "time_in_turns", lambda calls, repeats: {"layers": Timing((1e-9,))})
+    monkeypatch.setattr(page_attention, "time_in_turns", lambda calls, repeats: {"layers": Timing((1e-9,))})
     with pytest.raises(RuntimeError, match="did not do the work"):
         benchmark_cache(replace(SMALL, baseline="uniform_4bit"))
 

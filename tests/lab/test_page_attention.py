@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvlab.cache.cache import MixedPrecisionCache
-from kvlab.lab import on_gpu
+from kvlab.lab import page_attention
 from kvlab.lab.ablation import run as ablation
 from kvlab.lab.ablation.grid import AblationCase, Geometry
 from kvlab.lab.timing import Timing
@@ -31,13 +31,15 @@ def test_the_backend_is_the_one_that_the_registry_chose(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
-    monkeypatch.setattr(on_gpu, "to_gpu", lambda layer: layer)
-    monkeypatch.setattr(on_gpu, "shared_gpu", lambda device: nullcontext())
-    monkeypatch.setattr(on_gpu, "gpu_lock", lambda: SimpleNamespace(exclusive=nullcontext))
-    monkeypatch.setattr(on_gpu, "captured", captured)
-    monkeypatch.setattr(on_gpu, "time_graphs", lambda graphs, repeats: {"layers": Timing((1.0,) * repeats)})
+    monkeypatch.setattr(page_attention, "to_gpu", lambda layer: layer)
+    monkeypatch.setattr(page_attention, "shared_gpu", lambda device: nullcontext())
+    monkeypatch.setattr(page_attention, "gpu_lock", lambda: SimpleNamespace(exclusive=nullcontext))
+    monkeypatch.setattr(page_attention, "captured", captured)
+    monkeypatch.setattr(
+        page_attention, "time_graphs", lambda graphs, repeats: {"layers": Timing((1.0,) * repeats)}
+    )
     q = ablation.query(case)
-    timing, found, backend = on_gpu.attend_layers(pages, q, 3)
+    timing, found, backend = page_attention._time_on_gpu(pages, q, 3)
     assert (backend, called, timing.seconds) == ("cpu", [2], (1.0,) * 3)
     expected = packed_attention(q, pages[0], backend="reference").out
     assert np.linalg.norm(found - expected) <= 2e-3 * np.linalg.norm(expected)
@@ -49,7 +51,7 @@ def test_all_of_a_layer_goes_to_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     cache.append(0, *np.random.default_rng(0).standard_normal((2, 1, 200, 2, 64), dtype=np.float32))
     monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
     pages = cache.pages(0)
-    found = on_gpu.to_gpu(pages)
+    found = page_attention.to_gpu(pages)
     assert (found.layouts, found.dtype, found.unit) == (pages.layouts, pages.dtype, 0)
     for name in ("rung", "count", "index", "base", "num_pages", *FRAME):
         assert getattr(found, name).numpy().tobytes() == getattr(pages, name).tobytes(), name
