@@ -97,20 +97,9 @@ def errors(actual: Array, expected: Array) -> dict[str, float]:
 def validate_attention(device: str, shapes: tuple[Shape, ...]) -> tuple[list[Row], dict[str, str]]:
     """Compare attention with float64, and on a GPU with the CPU as well.
 
-    Parameters
-    ----------
-    device : str
-        ``"cpu"`` or ``"cuda"``.
-    shapes : tuple of Shape
-
-    Returns
-    -------
-    rows : list of dict
-        ``device``, ``dtype``, ``shape``; ``mae``, ``rmse``, ``max_error``, ``cosine``; ``limit`` of the
-        largest error, None if it has none; ``from_cpu``: largest difference to the CPU, None there;
-        ``passed``: yes or NO.
-    skipped : dict
-        Dtypes that the device does not support, and why.
+    A row has ``device``, ``dtype``, ``shape``; ``mae``, ``rmse``, ``max_error``, ``cosine``; ``limit`` of the
+    largest error, None if it has none; ``from_cpu``: the largest difference to the CPU, None there;
+    ``passed``: yes or NO. Beside the rows stand the dtypes that the device does not support, and why.
 
     Examples
     --------

@@ -23,20 +23,8 @@ _LARGEST_RESULT = 64 * 2**20
 def find(results: Path | None) -> list[dict[str, Any]]:
     """Return what there is to clean.
 
-    Parameters
-    ----------
-    results : Path, optional
-        A folder of results, searched without its subfolders.
-
-    Returns
-    -------
-    list of dict
-        ``what``, ``path``, ``files`` and ``bytes`` of each thing that exists.
-
-    Raises
-    ------
-    ValueError
-        If `results` is no folder.
+    Each thing that exists has ``what``, ``path``, ``files`` and ``bytes``. `results` is a folder of results,
+    which is searched without its subfolders; if it is no folder, that is a ValueError.
     """
     found = []
     cache = cache_folder()

@@ -18,23 +18,10 @@ def count(
 ) -> tuple[list[Row], str | None]:
     """Run a program of Python under ncu.
 
-    Parameters
-    ----------
-    arguments : sequence of str
-        Of Python: ``("-m", "kvlab.lab.profiling", "attention")``.
-    metrics : mapping of str to str
-        What ncu calls a counter, and what a row calls it.
-    kernels : str
-        Regular expression for the names of kernels to count in.
-    options : str
-        More of ncu's.
-
-    Returns
-    -------
-    rows : list of dict
-        One for each launch, in order: ``kernel``, and the counters.
-    reason : str or None
-        Why there are none.
+    `arguments` are those of Python, such as ``("-m", "kvlab.lab.profiling", "attention")``. `metrics` say for
+    what ncu calls a counter what a row calls it, `kernels` is a regular expression for the names of kernels
+    to count in, and `options` are more of ncu's. A row is a launch, in order: ``kernel``, and the counters.
+    If there are no rows, the reason stands beside.
     """
     program = shutil.which("ncu")
     if program is None:

@@ -22,12 +22,7 @@ __all__ = ["ProcessLock", "gpu_lock", "shared_gpu"]
 
 
 class ProcessLock:
-    """A shared or exclusive lock between processes.
-
-    Parameters
-    ----------
-    name : str
-        Of what is locked, on this machine; letters, digits and hyphens.
+    """A shared or exclusive lock between processes of this machine; `name`: letters, digits, hyphens.
 
     Examples
     --------

@@ -53,13 +53,7 @@ class Refused(RuntimeError):
 
 
 def require_provenance(result: Mapping[str, Any]) -> None:
-    """Refuse a result that does not say where it comes from.
-
-    Raises
-    ------
-    ValueError
-        If ``provenance`` or a part of it is missing.
-    """
+    """Refuse, as a ValueError, a result without ``provenance`` or without a part of it."""
     found = result.get("provenance")
     missing = [name for name in PROVENANCE if not isinstance(found, dict) or name not in found]
     if missing:
@@ -67,20 +61,10 @@ def require_provenance(result: Mapping[str, Any]) -> None:
 
 
 def refuse_impossible(nbytes: int, seconds: float, limit: Callable[[], Limit] = cpu_limit) -> None:
-    """Refuse a time in which the bytes cannot have been read.
+    """Refuse a time in which so many bytes cannot have been read, or one that is not positive.
 
-    Parameters
-    ----------
-    nbytes : int
-        What the call must read.
-    seconds : float
-    limit : callable
-        Says how fast the hardware is at most; asked again before a refusal, since measured limits vary.
-
-    Raises
-    ------
-    Refused
-        If the hardware takes longer for so many bytes, or the time is not positive.
+    `limit` says how fast the hardware is at most; it is asked again before a refusal, since measured limits
+    vary.
 
     Examples
     --------
@@ -101,13 +85,7 @@ def refuse_impossible(nbytes: int, seconds: float, limit: Callable[[], Limit] = 
 
 
 def refuse_wrong(found: NDArray[Any], expected: NDArray[Any], tolerance: float, what: str) -> float:
-    """Return the relative error of an answer; refuse to time a wrong one.
-
-    Raises
-    ------
-    Refused
-        If the error is above `tolerance` or not a number.
-    """
+    """Return the relative error of an answer; refuse to time one above `tolerance` or that is no number."""
     scale = float(np.linalg.norm(expected.astype(np.float64)))
     error = float(np.linalg.norm(found.astype(np.float64) - expected)) / (scale or 1.0)
     if not error <= tolerance or found.shape != expected.shape:
@@ -133,13 +111,7 @@ def gpu_state() -> dict[str, str] | None:
 
 
 def refuse_throttled(state: Mapping[str, str] | None) -> None:
-    """Refuse figures of a GPU that had slowed down to protect itself.
-
-    Raises
-    ------
-    Refused
-        If a reason is active; the message names it.
-    """
+    """Refuse figures of a GPU that had slowed down to protect itself; the message names the reason."""
     for reason, meaning in _BAD_REASONS.items():
         if state is not None and state.get(f"clocks_throttle_reasons.{reason}") == "Active":
             raise Refused("throttled", f"the GPU ran at lower clocks ({meaning}): cool it and measure again")

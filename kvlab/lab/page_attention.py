@@ -45,23 +45,10 @@ def time_layers(
 ) -> TimedLayers:
     """Time all layers together, once the first is right.
 
-    Parameters
-    ----------
-    pages : list of LayerPages
-        One a layer, on the CPU.
-    q, expected : (1, 1, num_heads_q, head_dim) float32
-        The query of every layer, and what attention in float64 gives for the first layer.
-    device : {"cpu", "cuda"}
-    repeats : int
-    what : str
-        Names the call in errors.
-
-    Raises
-    ------
-    Refused
-        If the answer is wrong, or the bytes cannot have been read in that time.
-    RuntimeError
-        If torch sees no GPU.
+    `pages` are those of a layer each, on the CPU; `q`, (1, 1, num_heads_q, head_dim), is the query of every
+    layer, and `expected` what attention in float64 gives for the first one. `what` names the call in errors.
+    Wrong answers are refused, and times in which the bytes cannot have been read; a RuntimeError says that
+    torch sees no GPU.
     """
     time_on = _time_on_gpu if device == "cuda" else _time_on_cpu
     timing, found, backend = time_on(pages, q, repeats)

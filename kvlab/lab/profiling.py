@@ -176,25 +176,9 @@ def _engine(device: str, times: int) -> list[Call]:
 def run(target: str, where: Machine, *, repeats: int = 10, release: bool = False) -> dict[str, Any]:
     """Profile the calls of a target.
 
-    Parameters
-    ----------
-    target : str
-    where : Machine
-    repeats : int
-        Times a call is timed; the median counts.
-    release : bool
-        Also calls of four times the length.
-
-    Returns
-    -------
-    dict
-        ``target``, ``provenance``; ``rows``: a call each; ``kernels``: a launch each, on a GPU; ``ncu``: what
-        Nsight Compute measured; ``skipped``: by part, why.
-
-    Raises
-    ------
-    ValueError
-        If the target is unknown, or `repeats` is not positive.
+    A call is timed `repeats` times, of which the median counts; with `release` there are also calls of four
+    times the length. The result has ``target``, ``provenance``; ``rows``: a call each; ``kernels``: a launch
+    each, on a GPU; ``ncu``: what Nsight Compute measured; ``skipped``: by part, why.
     """
     rows: list[Row] = []
     kernels: list[Row] = []

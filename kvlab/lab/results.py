@@ -38,15 +38,8 @@ _GPU = ("name", "driver_version", "clocks.sm", "clocks.mem")
 def provenance(**settings: str | int | float | None) -> dict[str, Any]:
     """Return where a result comes from: command, time, versions, machine, state of the source, settings.
 
-    Parameters
-    ----------
-    **settings
-        What the run was told, for example ``threads=2``.
-
-    Returns
-    -------
-    dict
-        With a GPU, also ``gpu``: its name, driver and present clocks; ``cuda``: versions.
+    `settings` are what the run was told, for example ``threads=2``. With a GPU there are also ``gpu``: its
+    name, driver and present clocks; ``cuda``: versions.
 
     Examples
     --------
@@ -106,13 +99,7 @@ def _git_state() -> dict[str, str | bool] | None:
 
 
 def write(result: dict[str, Any], path: Path) -> None:
-    """Write a result to ``.json``, or its rows to ``.csv``; the file is whole or not there.
-
-    Raises
-    ------
-    ValueError
-        If the name of the file ends in neither.
-    """
+    """Write a result to ``.json``, or its rows to ``.csv``; the file is whole or not there."""
     if path.suffix not in (".json", ".csv"):
         raise ValueError(f"output={str(path)!r} must end in .json or .csv")
     if path.suffix == ".json":

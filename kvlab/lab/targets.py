@@ -35,11 +35,6 @@ class Machine:
 def resolve(target: str, more: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Return the parts that a target names; `more` are those that a command has beside `TARGETS`.
 
-    Raises
-    ------
-    ValueError
-        If there is no such target.
-
     Examples
     --------
     >>> resolve("flash_attention"), resolve("all")
@@ -57,19 +52,8 @@ def resolve(target: str, more: tuple[str, ...] = ()) -> tuple[str, ...]:
 def machine(wanted: str, min_vram: float = 0.0) -> Machine:
     """Decide where to run.
 
-    Parameters
-    ----------
-    wanted : str
-        ``"cpu"``, ``"cuda"``, or ``"auto"``: the CPU, and a GPU if there is one.
-    min_vram : float
-        GiB that a GPU must have to be used.
-
-    Raises
-    ------
-    ValueError
-        If `wanted` is none of these, or `min_vram` is negative.
-    NotImplementedError
-        If ``"cuda"`` is wanted and no GPU can be used; the message says why.
+    It is `wanted`: ``"cpu"``, ``"cuda"``, or ``"auto"``: the CPU, and a GPU if there is one with `min_vram`
+    GiB. If ``"cuda"`` is wanted and no GPU can be used, a NotImplementedError says why.
 
     Examples
     --------

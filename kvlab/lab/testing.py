@@ -48,14 +48,8 @@ _NOTHING_COLLECTED = 5  # exit code of pytest
 def paths(target: str, device: str) -> list[str]:
     """Return the test files of a target on a device, relative to the repository.
 
-    ``all`` is more than the sum of its parts: every test there is.
-
-    Raises
-    ------
-    ValueError
-        If there is no such target.
-    FileNotFoundError
-        If this is no checkout of the repository.
+    ``all`` is more than the sum of its parts: every test there is. Outside a checkout of the repository this
+    is a FileNotFoundError.
 
     Examples
     --------
@@ -85,31 +79,13 @@ def run(
 ) -> dict[str, Any]:
     """Run tests and count them.
 
-    Parameters
-    ----------
-    target : str
-    where : Machine
-    release : bool
-        2,000 examples a property, others each time, instead of 50, always the same; and tests marked slow.
-    verbose : bool
-        Show the name of every test.
-    jobs : int
-        Processes that share the tests of a device; each takes its share of the threads of the CPU.
-    examples : int, optional
-        Of a property, instead of 50 or 2,000; a property that states a number of its own keeps it.
+    With `release` a property has 2,000 examples, others each time, instead of 50, always the same, and tests
+    marked slow run, too; `examples` is another number of them, but for properties that state their own.
+    `verbose` shows the name of every test. `jobs` processes share the tests of a device, and each takes its
+    share of the threads of the CPU.
 
-    Returns
-    -------
-    dict
-        ``target``, ``provenance``; ``rows``: for each device ``passed``, ``failed``, ``skipped`` and
-        ``seconds``; ``skipped``: by part, why; ``passed``.
-
-    Raises
-    ------
-    ValueError
-        If `jobs` is not positive.
-    ModuleNotFoundError
-        If there are to be several and pytest-xdist is not installed.
+    The result has ``target``, ``provenance``; ``rows``: for each device ``passed``, ``failed``, ``skipped``
+    and ``seconds``; ``skipped``: by part, why; ``passed``.
     """
     if jobs < 1:
         raise ValueError(f"jobs={jobs} must be at least 1")

@@ -35,18 +35,8 @@ _WARM_UP, _MAX_CALLS = 3, 50
 def recorded(call: Call, times: int = 1, stream: Any = None) -> Call:
     """Record `times` calls as a CUDA graph, behind one that is not, and return its replay.
 
-    Parameters
-    ----------
-    call : callable
-        It must not wait for the GPU.
-    times : int
-    stream : torch.cuda.Stream, optional
-        To record on: autograd wants that of the forward.
-
-    Returns
-    -------
-    callable
-        It holds the call, whose arrays the graph reads.
+    The call must not wait for the GPU, and the replay holds it, whose arrays the graph reads. `stream` is a
+    torch.cuda.Stream to record on: autograd wants that of the forward.
     """
     with needs_extra("hf", "kvlab benchmark --device cuda"):
         import torch
@@ -67,18 +57,9 @@ def recorded(call: Call, times: int = 1, stream: Any = None) -> Call:
 
 
 def time_on_device(calls: Mapping[str, Call], repeats: int) -> dict[str, Timing]:
-    """Time calls of torch's current GPU against each other, by graph replays in turns.
+    """Time calls of torch's current GPU against each other, by graph replays in turns; seconds of one.
 
-    Parameters
-    ----------
-    calls : mapping of name to callable
-        None may wait for the GPU.
-    repeats : int
-
-    Returns
-    -------
-    dict of name to Timing
-        Seconds of one call.
+    No call may wait for the GPU.
     """
     return time_graphs(captured(calls), repeats)
 
@@ -106,25 +87,11 @@ def time_by_events(
     """Time calls of torch's current GPU in turns, some of them between two events; the host does not wait.
 
     Contestants come in another order in every turn: the first, on a chip that has cooled, gains up to 3 %.
+    Seconds are those of one call.
 
-    Parameters
-    ----------
-    calls : mapping of name to callable
-    repeats : int
-        Turns.
-    each : int
-        Calls of a contestant in its turn.
-    seconds : float
-        Or as many, up to 50, as take so long.
-    pause : int
-        Cycles that the GPU sleeps before a turn, for each of its calls, so that none waits for the host.
-    warm : bool
-        Whether calls are made that are not timed: three before the first turn, one in each.
-
-    Returns
-    -------
-    dict of name to Timing
-        Seconds of one call.
+    In its turn a contestant is called `each` times, or as often, up to 50 times, as takes so many `seconds`.
+    Before it the GPU sleeps `pause` cycles for each call, so that none waits for the host. If `warm`, calls
+    are made that are not timed: three before the first turn, one in each.
     """
     import torch
 

@@ -33,21 +33,11 @@ _CLOCKS = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,memory.used"
 def run(target: str, where: Machine, *, release: bool = False, repeats: int = 1) -> dict[str, Any]:
     """Validate a part of the library on this machine.
 
-    Parameters
-    ----------
-    target : str
-        A name that `kvlab.lab.targets.resolve` knows.
-    where : Machine
-    release : bool
-        Every shape; otherwise the long ones are left out. ``KVLAB_TINY=1`` leaves two.
-    repeats : int
-        Times each kernel is run; it must be right each time.
+    Each kernel runs `repeats` times and must be right each time. Long shapes are checked with `release`
+    alone, and ``KVLAB_TINY=1`` leaves two shapes.
 
-    Returns
-    -------
-    dict
-        ``target``, ``provenance``; ``machine``: GPUs, CUDA versions, clocks; ``problems`` with them;
-        ``kernels``: one of each kind; ``rows``: accuracy; ``skipped``: by part, why; ``passed``.
+    The result has ``target``, ``provenance``; ``machine``: GPUs, CUDA versions, clocks; ``problems`` with
+    them; ``kernels``: one of each kind; ``rows``: accuracy; ``skipped``: by part, why; ``passed``.
 
     Examples
     --------

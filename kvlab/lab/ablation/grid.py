@@ -63,27 +63,14 @@ class Text(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model that cases read text with.
-
-    Attributes
-    ----------
-    geometry : Geometry
-    shortest, longest : int
-        Contexts: the shortest that has room for a needle and its question, the longest it was made for.
-    vocabulary : int
-    scored : int
-        Tokens that are scored unless a case says how many windows.
-    tokens_per_s : float
-        About what two processors read through one cache.
-    text : Text
-    """
+    """A model that cases read text with."""
 
     geometry: Geometry
-    shortest: int
-    longest: int
+    shortest: int  # context that has room for a needle and its question
+    longest: int  # context that it was made for
     vocabulary: int
-    scored: int
-    tokens_per_s: float
+    scored: int  # tokens, unless a case says how many windows
+    tokens_per_s: float  # about what two processors read through one cache
     text: Text
 
     def max_windows(self, context_length: int) -> int:
@@ -233,13 +220,7 @@ class AblationCase:
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> AblationCase:
-        """Return the case of such values.
-
-        Raises
-        ------
-        ValueError
-            If they are not those of a case.
-        """
+        """Return the case of such values; a ValueError says that they are not those of a case."""
         try:
             if set(values) != set(_NAMES):
                 raise ValueError(f"a case has the values {sorted(_NAMES)}, not {sorted(values)}")

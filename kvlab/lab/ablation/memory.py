@@ -27,17 +27,7 @@ Group = Sequence[AblationCase]
 
 
 def refuse_too_large(group: Group) -> None:
-    """Refuse cases for which there is not enough memory now.
-
-    Parameters
-    ----------
-    group : sequence of AblationCase
-        Read together.
-
-    Raises
-    ------
-    OutOfMemory
-        If they need more memory than is available here, or than a GPU that is visible has.
+    """Refuse cases, read together, that need more memory than is available here or than the GPU has.
 
     Examples
     --------

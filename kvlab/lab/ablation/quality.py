@@ -57,24 +57,12 @@ def measure_quality(
 ) -> dict[AblationCase, EvaluatedCache | BudgetError]:
     """Let the model of some cases read through their caches.
 
-    Parameters
-    ----------
-    cases : sequence of AblationCase
-        With a model. They differ in budget and ladder alone, all packed.
-    progress : callable
-        Told the number of chunks done and their total.
+    The cases have a model; they differ in budget and ladder alone, and all are packed. `progress` is told the
+    number of chunks done and their total.
 
-    Returns
-    -------
-    dict
-        Of every case perplexity, divergence, agreement and retrieval, of the cache and of full precision; the
-        cache of the last window; the seconds of its own chunks and its part of all else. An error where the
-        budget does not hold on the way.
-
-    Raises
-    ------
-    MissingExtraError
-        If the model's packages are not installed.
+    Every case gets perplexity, divergence, agreement and retrieval, of the cache and of full precision; the
+    cache of the last window; the seconds of its own chunks and its part of all else. It gets an error where
+    the budget does not hold on the way.
     """
     like = cases[0]
     evaluation = _Evaluation(cases, progress)
@@ -186,20 +174,11 @@ def _last_row(cache: KVLabCache) -> MixedPrecisionCache:
 
 @dataclass(frozen=True, slots=True)
 class Needles:
-    """Texts with a needle, which end with the question and its answer.
+    """Texts with a needle, which end with the question and its answer."""
 
-    Attributes
-    ----------
-    tokens : (4, length) int64
-    answer : int
-        Tokens of an answer, the last ones of each text.
-    starts : tuple of int
-        Names of the texts among windows: negative, since they are no positions in the book.
-    """
-
-    tokens: NDArray[np.int64]
-    answer: int
-    starts: tuple[int, ...]
+    tokens: NDArray[np.int64]  # (4, length)
+    answer: int  # tokens of an answer, the last ones of each text
+    starts: tuple[int, ...]  # names of texts among windows: negative, since they are no positions in the book
 
     def found(self, first: int, logits: torch.Tensor) -> list[bool]:
         """Whether each token of the answers is the most probable; logits end the texts from `first` on."""
@@ -211,12 +190,7 @@ class Needles:
 
 
 def hide_needles(subject: Subject, length: int) -> Needles:
-    """Hide a number at each of `NEEDLE_DEPTHS` in texts of so many tokens.
-
-    Raises
-    ------
-    ValueError
-        If that is too short.
+    """Hide a number at each of `NEEDLE_DEPTHS` in texts of so many tokens, unless that is too short.
 
     Examples
     --------

@@ -45,27 +45,13 @@ Tick = Callable[[int, int], None]
 def run(case: AblationCase, progress: Tick = lambda done, total: None) -> dict[str, Any]:
     """Measure one case.
 
-    Parameters
-    ----------
-    case : AblationCase
-    progress : callable
-        Told the number of chunks done and their total.
+    `progress` is told the number of chunks done and their total. The result has ``schema``, ``experiment``
+    (the name), ``status``: "ok" or "infeasible"; ``config``; ``memory``, ``quality``, ``performance``,
+    ``compression``: dicts, or None if infeasible (quality: only what a model can tell);
+    ``smallest_feasible_budget``; ``reason``: why it is infeasible; ``provenance``.
 
-    Returns
-    -------
-    dict
-        ``schema``, ``experiment`` (the name), ``status``: "ok" or "infeasible"; ``config``; ``memory``,
-        ``quality``, ``performance``, ``compression``: dicts, or None if infeasible (quality: only what a
-        model can tell); ``smallest_feasible_budget``; ``reason``: why it is infeasible; ``provenance``.
-
-    Raises
-    ------
-    MissingExtraError
-        If the packages of the model are not installed.
-    OutOfMemory
-        If the case needs more memory than is available; nothing has been read then.
-    RuntimeError
-        If an answer is wrong, a time impossible, or the GPU throttled.
+    A case that needs more memory than is available raises OutOfMemory before anything is read. Wrong answers,
+    impossible times and a throttled GPU are RuntimeErrors.
 
     Examples
     --------
@@ -129,16 +115,8 @@ def feasible_budget(case: AblationCase) -> float:
 def read_ahead(cases: Sequence[AblationCase]) -> None:
     """Read several cases of one context together, so that full precision is read once; `run` finds it.
 
-    Parameters
-    ----------
-    cases : sequence of AblationCase
-        That differ in budget, ladder and packing alone. Infeasible ones and those without a model are left
-        to `run`.
-
-    Raises
-    ------
-    OutOfMemory
-        If they need more memory together than is available; nothing has been read then.
+    The cases differ in budget, ladder and packing alone. Infeasible ones and those without a model are left
+    to `run`. If together they need more memory than is available, nothing is read and OutOfMemory raised.
     """
     keys = dict.fromkeys(replace(case, use_packing=True) for case in cases)
     missing = [key for key in keys if key.model is not None and feasible_budget(key) <= key.budget]
@@ -153,10 +131,7 @@ def _evaluated(case: AblationCase, progress: Tick) -> EvaluatedCache:
     Packed and unpacked cases keep the same codes, so they share both when they follow each other. The time
     of filling is the first one's.
 
-    Raises
-    ------
-    BudgetError
-        If the budget does not hold on the way.
+    A budget that does not hold on the way is a BudgetError.
     """
     key = replace(case, use_packing=True)
     if key not in _latest:

@@ -55,19 +55,10 @@ def query(case: AblationCase) -> Floats:
 
 
 def fill(case: AblationCase, progress: Callable[[int, int], None]) -> EvaluatedCache:
-    """Fill a cache with random tokens.
+    """Fill a cache with random tokens; `progress` is told the number of layers done and their total.
 
-    Parameters
-    ----------
-    case : AblationCase
-    progress : callable
-        Told the number of layers done and their total.
-
-    Returns
-    -------
-    EvaluatedCache
-        Its quality is ``attention_error``, the one figure such data has: the relative error of attention in
-        the first layer, against exact keys and values.
+    Its quality is ``attention_error``, the one figure such data has: the relative error of attention in the
+    first layer, against exact keys and values.
     """
     start = time.perf_counter()
     shape, cache = case.geometry, new_cache(case, case.budget)

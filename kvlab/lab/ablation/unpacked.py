@@ -30,12 +30,7 @@ _SHIFTS = np.arange(8, dtype=np.uint8)[:, None]
 
 
 def unpack_pages(pages: LayerPages) -> LayerPages:
-    """Return pages of the same tokens with one code a byte, in pools without slack.
-
-    Parameters
-    ----------
-    pages : LayerPages
-        Of the CPU.
+    """Return pages of the same tokens with one code a byte, on the CPU, in pools without slack.
 
     Examples
     --------

@@ -35,17 +35,10 @@ BUDGETS = (0.15, 0.2, 0.25, 0.3, 0.35, 0.5, 0.7)
 def benchmark_allocator(options: Options) -> list[Row]:
     """Time all methods, `repeats` calls at each budget; one row per ladder, head dimension and importance.
 
-    Returns
-    -------
-    list of dict
-        ``ladder``, ``head_dim``, ``importance``, ``pages``; ``greedy_ms``, ``dp_ms``, ``uniform_ms``: median
-        milliseconds of a call, at the slowest budget; ``greedy_over_dp``: loss of greedy over loss of dp, at
-        the budget where greedy does worst.
-
-    Raises
-    ------
-    RuntimeError
-        If an allocation breaks its budget, or dp loses more than another method.
+    A row has ``ladder``, ``head_dim``, ``importance``, ``pages``; ``greedy_ms``, ``dp_ms``, ``uniform_ms``:
+    median milliseconds of a call, at the slowest budget; ``greedy_over_dp``: loss of greedy over loss of dp,
+    at the budget where greedy does worst. An allocation that breaks its budget, and a dp that loses more than
+    another method, are RuntimeErrors.
 
     Examples
     --------

@@ -100,25 +100,10 @@ def flops(case: Case, head_dim: int, backward: bool) -> float:
 def benchmark_attention(options: Options) -> list[Row]:
     """Time every case, forward and backward.
 
-    Parameters
-    ----------
-    options : Options
-        `threads`, `repeats`, `device` and `release` count.
-
-    Returns
-    -------
-    list of dict
-        ``tokens``, ``heads``, ``batch``, ``head_dim``, ``causal``, ``direction``; ``ms``, ``p5_ms``,
-        ``p95_ms``; ``tflops``; ``torch_ms``, ``speedup``; on a GPU ``cudnn_ms``, ``fa2_ms`` and ``fa4_ms``,
-        None where one does not take the call or is not installed; ``times_cpu``, None but on a GPU and for
-        short sequences.
-
-    Raises
-    ------
-    RuntimeError
-        If a result is wrong.
-    MissingExtraError
-        If torch is not installed.
+    Of the options `threads`, `repeats`, `device` and `release` count. A row has ``tokens``, ``heads``,
+    ``batch``, ``head_dim``, ``causal``, ``direction``; ``ms``, ``p5_ms``, ``p95_ms``; ``tflops``;
+    ``torch_ms``, ``speedup``; on a GPU ``cudnn_ms``, ``fa2_ms`` and ``fa4_ms``, None where one does not take
+    the call or is not installed; ``times_cpu``, None but on a GPU and for short sequences.
     """
     with needs_extra("hf", "kvlab benchmark attention"):
         import torch  # noqa: F401

@@ -50,20 +50,9 @@ def against_copy(
 ) -> Row:
     """Time a call that touches `nbytes` (read and written) beside a copy of as many bytes.
 
-    Parameters
-    ----------
-    call : callable
-    nbytes : int
-        Bytes that must be read plus bytes that must be written.
-    options : Options
-    numpy_call : callable, optional
-        The same as a NumPy expression, on `numpy_part` of the data.
-
-    Returns
-    -------
-    dict
-        ``ms``, ``p5_ms``, ``p95_ms``: of the call; ``gb_per_s``; ``copy_gb_per_s``: of the copy; ``of_copy``:
-        speed relative to the copy; ``times_numpy``: relative to NumPy, None without an expression.
+    `numpy_call` is the same as a NumPy expression, on `numpy_part` of the data. A row has ``ms``, ``p5_ms``,
+    ``p95_ms``: of the call; ``gb_per_s``; ``copy_gb_per_s``: of the copy; ``of_copy``: speed relative to the
+    copy; ``times_numpy``: relative to NumPy, None without an expression.
     """
     from kvlab.numba_kernels.cpu.copy import copy_words
 

@@ -54,25 +54,12 @@ _WHAT = "attention over the cache"
 def benchmark_cache(options: Options) -> list[Row]:
     """Time a decode step's cache work.
 
-    Parameters
-    ----------
-    options : Options
-        `baseline`: a key of `BASELINES`, or "all". The older name "smartkv_mixed" means "mixed" and gives a
-        DeprecationWarning. `contexts`: multiples of 64. `repeats` and `device` count, too.
+    `options.baseline` is a key of `BASELINES`, or "all"; the older name "smartkv_mixed" means "mixed" and
+    gives a DeprecationWarning. `options.contexts` are multiples of 64.
 
-    Returns
-    -------
-    list of dict
-        ``baseline``, ``context_length``, ``layers``, ``device``, ``backend``; ``avg_latency_ms`` and
-        percentiles; ``throughput_tps``; ``allocated_gb``; ``memory_ratio``; ``speedup``: over fp16 at the
-        same context, None if that was not among the baselines.
-
-    Raises
-    ------
-    ValueError
-        If a baseline is unknown, or a context no multiple of 64.
-    Refused
-        If a result is wrong or a time impossible.
+    A row has ``baseline``, ``context_length``, ``layers``, ``device``, ``backend``; ``avg_latency_ms`` and
+    percentiles; ``throughput_tps``; ``allocated_gb``; ``memory_ratio``; ``speedup``: over fp16 at the same
+    context, None if that was not among the baselines. Wrong results and impossible times are refused.
 
     Examples
     --------
@@ -111,15 +98,8 @@ def benchmark_cache(options: Options) -> list[Row]:
 def compare(folder: Path) -> list[Row]:
     """Join the `benchmark_<baseline>.csv` of a folder into `benchmark_comparison.csv`.
 
-    Returns
-    -------
-    list of dict
-        One row a context: latency, throughput and memory of every baseline that is there.
-
-    Raises
-    ------
-    FileNotFoundError
-        If the folder has none.
+    A row is a context, with latency, throughput and memory of every baseline that is there; if none is, that
+    is a FileNotFoundError.
     """
     names = (*_RENAMED, *BASELINES)  # a file of the newer name replaces one of the older
     paths = [path for name in names if (path := folder / f"benchmark_{name}.csv").exists()]

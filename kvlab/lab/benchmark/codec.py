@@ -45,11 +45,8 @@ CODECS = (
 def benchmark_codec(options: Options) -> list[Row]:
     """Measure quantize and dequantize of float16 and float32 arrays; two rows a codec, width and type.
 
-    Returns
-    -------
-    list of dict
-        ``operation``, ``codec``, ``bits``, ``groups``: per token or per channel; ``dtype``;
-        ``bits_per_element``; figures of `against_copy`.
+    A row has ``operation``, ``codec``, ``bits``, ``groups``: per token or per channel; ``dtype``;
+    ``bits_per_element``; figures of `against_copy`.
     """
     rows: list[Row] = []
     for dtype in ("float16", "float32"):

@@ -78,19 +78,9 @@ def step_seconds(
     rank's own keys, 1 / ranks of a stride's work. The backward computes 2.5 times as much, gathers again, and
     sends gradients in float32, twice the bytes of keys, the last of them behind a stride's own keys.
 
-    Parameters
-    ----------
-    ranks, tokens : int
-        Tokens of a rank.
-    heads, heads_kv, head_dim : int
-    strides : int
-        Gathers of a step.
-    tflops, backward_tflops : float
-        Rates of one device's attention, measured there (10^12 operations a second).
-    gbytes : float
-        Bus bandwidth of a gather of a rank, measured there (10^9 bytes a second).
-    backward : bool
-        Forward and backward instead of forward.
+    A rank has so many tokens, and a step gathers in so many strides. The rates of one device's attention
+    (10^12 operations a second) and the bus bandwidth of a gather of a rank (10^9 bytes a second) are to be
+    measured there.
 
     Examples
     --------
@@ -136,14 +126,7 @@ def _clock(device: str, host: float) -> Iterator[list[float]]:
 
 
 class _Timer:
-    """Times of calls on the slowest rank.
-
-    Parameters
-    ----------
-    device : str
-    min_seconds : float
-        Seconds that a loop takes at least.
-    """
+    """Times of calls on the slowest rank; a loop takes `min_seconds` at least."""
 
     def __init__(self, device: str, min_seconds: float) -> None:
         self.device, self.min_seconds = device, min_seconds

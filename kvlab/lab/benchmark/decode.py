@@ -57,19 +57,10 @@ WIDTHS: dict[str, Mixed] = {
 def benchmark_decode(options: Options) -> list[Row]:
     """Time one decode step per context length, widths and dtype of the query and of what torch attends.
 
-    Returns
-    -------
-    list of dict
-        ``context``, ``widths``, ``dtype``, ``threads``; ``packed_ms``, ``torch_ms``: medians; ``speedup``:
-        median over turns of torch's time over ours; ``bytes_floor_ms``, ``flops_floor_ms``; ``of_floor``:
-        the higher floor over packed_ms, at most about 1.
-
-    Raises
-    ------
-    RuntimeError
-        If both sides do not agree.
-    MissingExtraError
-        If torch is not installed.
+    A row has ``context``, ``widths``, ``dtype``, ``threads``; ``packed_ms``, ``torch_ms``: medians;
+    ``speedup``: median over turns of torch's time over ours; ``bytes_floor_ms``, ``flops_floor_ms``;
+    ``of_floor``: the higher floor over packed_ms, at most about 1. Two sides that do not agree are a
+    RuntimeError.
 
     Examples
     --------

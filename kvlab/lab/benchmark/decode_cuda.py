@@ -62,16 +62,9 @@ _CHECKED_TOKENS = 32_768  # longer sequences are not compared: the float64 atten
 def benchmark_decode(options: Options) -> list[Row]:
     """Time a decode step at batch 1, 32 query heads, 8 KV heads of 128 channels, by `repeats` replays.
 
-    Returns
-    -------
-    list of dict
-        ``context``, ``widths``; ``packed_us``, ``dense_us``: medians; ``dense``: which it was; ``speedup``;
-        ``tb_per_s``, ``floor_us``, ``of_floor``; ``relative_error``: against float64, None if not compared.
-
-    Raises
-    ------
-    RuntimeError
-        If a result is wrong.
+    A row has ``context``, ``widths``; ``packed_us``, ``dense_us``: medians; ``dense``: which it was;
+    ``speedup``; ``tb_per_s``, ``floor_us``, ``of_floor``; ``relative_error``: against float64, None if not
+    compared.
     """
     import torch
 
@@ -160,21 +153,8 @@ def prepare_packed(
 ) -> PackedCase:
     """Draw pages of a case and check what is attended.
 
-    Parameters
-    ----------
-    shape, mixture, warps, backend
-        As for `time_packed`.
-    max_compared : int
-        Longer sequences are not compared with float64.
-
-    Returns
-    -------
-    PackedCase
-
-    Raises
-    ------
-    RuntimeError
-        If a result is wrong.
+    Arguments are those of `time_packed`; sequences longer than `max_compared` tokens are not compared with
+    float64. A wrong result is a RuntimeError.
     """
     import torch
 
@@ -212,22 +192,10 @@ def time_packed(
 ) -> dict[str, Any]:
     """Check and time one case.
 
-    Parameters
-    ----------
-    shape : Shape
-    mixture : Mixture
-        One of `LADDERS`.
-    repeats : int
-        Replays that are timed.
-    warps : int
-        Warps of a block of the CUDA C++ kernel; 0: what the library takes.
-    backend : module
-        The launcher: `kvlab.ops.cuda.packed` or `kvlab.ops.numba.packed`.
-
-    Returns
-    -------
-    dict
-        ``us``; ``bytes`` of codes and scales; ``sets`` of pages rotated over; ``relative_error``.
+    `mixture` is one of `LADDERS`, `repeats` counts the replays that are timed, `warps` those of a block of
+    the CUDA C++ kernel (0: what the library takes), and `backend` is the launcher: `kvlab.ops.cuda.packed` or
+    `kvlab.ops.numba.packed`. The result has ``us``; ``bytes`` of codes and scales; ``sets`` of pages rotated
+    over; ``relative_error``.
     """
     import torch
 

@@ -48,10 +48,7 @@ def _against_copy(call: Callable[[], object], nbytes: int, options: Options) -> 
 def packing_on_device(options: Options) -> list[Row]:
     """Measure pack and unpack at every width and of ternary values, flat and, ternary, in rows of 128.
 
-    Returns
-    -------
-    list of dict
-        ``operation``; ``bits``; ``backend``; figures against the copy.
+    A row has ``operation``; ``bits``; ``backend``; figures against the copy.
     """
     import torch
 
@@ -95,11 +92,8 @@ def _pack_and_unpack(codes: Any, bits: float, backend: str, options: Options) ->
 def codec_on_device(options: Options) -> list[Row]:
     """Measure quantize and dequantize of rows of 128 elements; two rows a codec, width, type and backend.
 
-    Returns
-    -------
-    list of dict
-        ``operation``, ``codec``, ``bits``, ``groups``: per token or per channel; ``dtype``; ``backend``;
-        figures against the copy. Backend "numba" only for float16.
+    A row has ``operation``, ``codec``, ``bits``, ``groups``: per token or per channel; ``dtype``;
+    ``backend``; figures against the copy. Backend "numba" only has float16.
     """
     import torch
 

@@ -44,15 +44,8 @@ DTYPE = "float16"
 def benchmark_engine(options: Options) -> list[Row]:
     """Time decoding; one row for each case of a device.
 
-    Returns
-    -------
-    list of dict
-        ``model``, ``batch``, ``context``; ``us``, ``tokens/s`` (of all rows), ``GB/s``, on a GPU ``share``.
-
-    Raises
-    ------
-    RuntimeError
-        If a prompt in parts has other logits than the whole.
+    A row has ``model``, ``batch``, ``context``; ``us``, ``tokens/s`` (of all rows), ``GB/s``, on a GPU
+    ``share``. A prompt that in parts has other logits than as a whole is a RuntimeError.
 
     Examples
     --------

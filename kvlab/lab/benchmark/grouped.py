@@ -93,23 +93,9 @@ def flops(shape: Sequence[tuple[int, int]], heads: int, head_dim: int) -> float:
 def benchmark_grouped(options: Options) -> list[Row]:
     """Time every length with every number of groups.
 
-    Parameters
-    ----------
-    options : Options
-        `seqlens`, `num_groups` (numbers divided by commas), `config`, `repeats` and `device` count.
-
-    Returns
-    -------
-    list of dict
-        ``tokens``, ``groups``, ``heads``, ``implementation``; ``ms``, ``p5_ms``, ``p95_ms``; ``speedup``;
-        ``tflops``; ``kv_gb``; ``read_gb`` and ``l2_hits``, a percentage, or None.
-
-    Raises
-    ------
-    ValueError
-        If a length, a number of groups or the config is not supported.
-    RuntimeError
-        If a result is wrong.
+    Of the options `seqlens`, `num_groups` (numbers divided by commas), `config`, `repeats` and `device`
+    count. A row has ``tokens``, ``groups``, ``heads``, ``implementation``; ``ms``, ``p5_ms``, ``p95_ms``;
+    ``speedup``; ``tflops``; ``kv_gb``; ``read_gb`` and ``l2_hits``, a percentage, or None.
     """
     heads, heads_kv, dim = CONFIGS[choice(options.config, "config", tuple(CONFIGS))]
     seqlens = options.seqlens or SEQLENS[options.device]
@@ -203,15 +189,8 @@ def bytes_read(
 ) -> tuple[dict[str, Row], str | None]:
     """Return what ncu counts of each implementation, or why there is nothing.
 
-    Parameters
-    ----------
-    tokens : int
-    groups : list of (int, int)
-        Rows and prefix of each.
-    shape : (int, int, int)
-        Query heads, KV heads, head dimension.
-    sm_margin : int
-        As in `kvlab.attention`.
+    A group is rows and prefix, the shape query heads, KV heads and head dimension; `sm_margin` is that of
+    `kvlab.attention`.
     """
     arguments = [*map(str, (*shape, tokens, sm_margin)), *(f"{rows},{keys}" for rows, keys in groups)]
     launches, reason = count(

@@ -41,12 +41,8 @@ class Case(NamedTuple):
 def options(description: str | None, device: str = "cuda") -> argparse.ArgumentParser:
     """Return a parser with the options of every script; a script adds its own.
 
-    Parameters
-    ----------
-    description : str
-        The docstring of the script.
-    device : str
-        Where it runs: ``"cuda"`` or ``"cpu"``; a script may have an option of that name.
+    `description` is the docstring of the script, `device` where it runs, ``"cuda"`` or ``"cpu"``; a script
+    may have an option of that name.
 
     Examples
     --------
@@ -71,19 +67,9 @@ def run(
 ) -> int:
     """Parse the command line, measure the cases, print a line for each row and write the file.
 
-    Parameters
-    ----------
-    parser : argparse.ArgumentParser
-        From `options`.
-    cases : callable
-        Takes the parsed options and returns the cases. It measures nothing and needs no GPU.
-    **head
-        More entries of the file, such as ``schema``.
-
-    Returns
-    -------
-    int
-        The exit status: 1 if a case failed.
+    `parser` comes from `options`. `cases` takes the parsed options and returns the cases; it measures nothing
+    and needs no GPU. `head` is more entries of the file, such as ``schema``. The exit status is 1 if a case
+    failed.
     """
     given = parser.parse_args()
     chosen = list(cases(given))

@@ -31,10 +31,7 @@ NumPy, ternary: (v + 1).reshape(-1, 5) @ [1, 3, 9, 27, 81];  p[:, None] // [1, 3
 def benchmark_packing(options: Options) -> list[Row]:
     """Measure pack and unpack at every width and of ternary values; two rows each.
 
-    Returns
-    -------
-    list of dict
-        ``operation``; ``bits``; ``times_smaller``: than int8; figures of `against_copy`.
+    A row has ``operation``; ``bits``; ``times_smaller``: than int8; figures of `against_copy`.
     """
     rng = np.random.default_rng(0)
     count = max(options.size // (320 * _NUMPY_PART), 1) * 320 * _NUMPY_PART

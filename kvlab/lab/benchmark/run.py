@@ -42,11 +42,6 @@ _TARGETS = {
 def cases_of(target: str) -> tuple[str, ...]:
     """Return the cases that a word names: a case itself, a part of the library, or all of them.
 
-    Raises
-    ------
-    ValueError
-        If it names none.
-
     Examples
     --------
     >>> cases_of("decode"), cases_of("ternary")
@@ -73,25 +68,8 @@ def run(case: str, options: Options) -> dict[str, Any]:
     ``KVLAB_TINY=1`` shrinks arrays to 1 MiB, contexts to 128 tokens, instances to 64 pages and repeats to 1:
     for tests, not for figures.
 
-    Parameters
-    ----------
-    case : str
-        A name in `CASES`.
-    options : Options
-
-    Returns
-    -------
-    dict
-        ``case``, ``provenance``, ``rows`` and ``note``.
-
-    Raises
-    ------
-    ValueError
-        If the case is unknown, or size, threads or repeats are not positive, or threads are too many.
-    NotImplementedError
-        If the case does not run on that device, or there is no GPU that can be used.
-    RuntimeError
-        If a result is wrong.
+    The result has ``case``, ``provenance``, ``rows`` and ``note``. Options that are out of range are a
+    ValueError, a device on which the case does not run a NotImplementedError, a wrong result a RuntimeError.
     """
     _check_case(case)
     for name in ("size", "threads", "repeats"):

@@ -25,12 +25,8 @@ _KERNELS = "from kvlab.jit.build import kernel_folder; print(kernel_folder('numb
 def ask_in_turns(script: str, folders: dict[str, Path], num_cases: int, rounds: int) -> Answers:
     """Ask processes of `script`, one for each folder of a checkout, for every case in turns.
 
-    A first round, in which kernels compile, does not count.
-
-    Raises
-    ------
-    ValueError
-        If a folder would run the kernels of another version.
+    A first round, in which kernels compile, does not count. A folder that would run the kernels of another
+    version is a ValueError.
     """
     servers = {}
     for name, folder in folders.items():

@@ -45,30 +45,14 @@ def check(
 ) -> tuple[list[Row], list[Row]]:
     """Compare what every layer leaves of a text, and the logits, with transformers.
 
-    Parameters
-    ----------
-    name_or_path : str
-        A known size, with random weights, or the folder of a model.
-    layers : sequence of int, optional
-        Which layers to report; by default all, and the logits.
-    seq_len : int
-        Random tokens.
-    dtype : {"float16", "bfloat16"}
-    seed : int
-        Of tokens and random weights.
-    device : str
-        Of the engine; transformers runs on the CPU.
-    dump : path, optional
-        Of an .npz that gets what the layers compute on the way (`Decoder.layer_values`); on a GPU by plan
-        "ops".
-    runs : int
-        So many tokens of the layers that were checked, and those before them, are timed behind the text.
+    `name_or_path` is a known size, with random weights, or the folder of a model. The text is random tokens.
+    By default all layers are reported, and the logits. transformers runs on the CPU, the engine on `device`.
+    `dump` is an .npz that gets what the layers compute on the way (`Decoder.layer_values`), on a GPU by plan
+    "ops". `runs` tokens of the layers that were checked, and those before them, are timed behind the text.
 
-    Returns
-    -------
-    list of rows: layer, largest and root mean square error of the engine and of transformers in 16 bits, the
-    larger of their two ratios, whether it passes; and of timed tokens, of the engine and of transformers in
-    float32 on the CPU, microseconds
+    Rows have layer, largest and root mean square error of the engine and of transformers in 16 bits, the
+    larger of their two ratios, and whether it passes. Others are of timed tokens, of the engine and of
+    transformers in float32 on the CPU: microseconds.
     """
     geometry = sizes_of(name_or_path)
     if layers is not None and not 0 <= min(layers) <= max(layers) < geometry.layers:
@@ -149,11 +133,9 @@ def random_check(name: str, *, runs: int, seq_len: int, dtype: str, seed: int, d
 
     Of a known size every run has random weights of its own; the folder of a model has the same in all runs.
 
-    Returns
-    -------
-    dict with the largest, smallest and average of mean absolute errors over `runs`, relative to the mean size
-    of the layer's output, the same of transformers in 16 bits, whether the weights are random and whether it
-    passes
+    The result has the largest, smallest and average of mean absolute errors over `runs`, relative to the mean
+    size of the layer's output, the same of transformers in 16 bits, whether the weights are random and
+    whether it passes.
     """
     ours, theirs, is_random = [], [], name in PUBLISHED
     _check_length(seq_len, 0, sizes_of(name), device)

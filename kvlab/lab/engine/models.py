@@ -23,21 +23,9 @@ SMALL_VOCABULARY = 1024
 def load(name_or_path: str, dtype: str, layers: int | None, seed: int) -> Any:
     """Return a transformers model in float32 whose weights are numbers of `dtype`.
 
-    Parameters
-    ----------
-    name_or_path : str
-        A name of `kvlab.engine.geometry.PUBLISHED`, the folder of a model, or its name in the Hugging Face
-        cache of this machine.
-    dtype : {"float16", "bfloat16"}
-    layers : int, optional
-        Of a random model: the first so many.
-    seed : int
-        Of random weights.
-
-    Raises
-    ------
-    OSError, NotImplementedError, FormatError
-        As `kvlab.engine.folder.load_model`.
+    `name_or_path` is a name of `kvlab.engine.geometry.PUBLISHED`, the folder of a model, or its name in the
+    Hugging Face cache of this machine. `layers`, the first so many, and `seed` are of random models. Errors
+    are those of `kvlab.engine.folder.load_model`.
     """
     if name_or_path in PUBLISHED:
         return random_model(*published(name_or_path), dtype=dtype, layers=layers, seed=seed)

@@ -28,12 +28,8 @@ def continue_text(
 ) -> Iterator[str]:
     """Continue a text with a model, until an end token; parts of the text as they come.
 
-    Raises
-    ------
-    OSError, NotImplementedError
-        If `folder` is none of a model that the engine decodes, nor the name of one on this machine.
-    ValueError
-        If the prompt is empty, or too long for the model.
+    If `folder` is none of a model that the engine decodes, nor the name of one on this machine, that is an
+    OSError or a NotImplementedError. A prompt that is empty or too long for the model is a ValueError.
     """
     geometry, tokenizer = sizes_of(folder), _tokenizer(folder)
     ids = tokenizer(prompt)["input_ids"]
@@ -69,16 +65,9 @@ class Letters:
 class Chat:
     """A talk with a model; what was said stays in its cache.
 
-    Parameters
-    ----------
-    model : str
-        The folder of a model, or its name in the Hugging Face cache of this machine; or a known size with
-        random weights, whose answers are numbers.
-    device : str
-    budget : str, optional
-        Of the cache.
-    max_seqlen : int, optional
-        Tokens of the whole talk; by default what the model takes, up to 2,048.
+    The model is a folder, or its name in the Hugging Face cache of this machine; or a known size with random
+    weights, whose answers are numbers. The whole talk has `max_seqlen` tokens; by default what the model
+    takes, up to 2,048.
     """
 
     def __init__(self, model: str, *, device: str, budget: str | None, max_seqlen: int | None) -> None:
@@ -95,13 +84,7 @@ class Chat:
         self._times: list[float] = []  # when tokens of the last answer came
 
     def answer(self, line: str, max_new_tokens: int, **sampling: Any) -> Iterator[str]:
-        """Read a line and answer it, in parts as they come.
-
-        Raises
-        ------
-        ValueError
-            If the talk would be longer than it may be.
-        """
+        """Read a line and answer it, in parts as they come; a talk longer than it may be is a ValueError."""
         ids = self._turn(line)
         tokens_left = self._decoder.max_seqlen - int(self._decoder.lengths[0]) - len(ids)
         if tokens_left < 1:

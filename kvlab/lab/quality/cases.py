@@ -138,17 +138,7 @@ def _quantized(config: PreTrainedConfig, name: str, **options: Any) -> Case:
 
 
 def require(library: str) -> None:
-    """Check that a library of the quantised caches of transformers is there.
-
-    Parameters
-    ----------
-    library : {"hqq", "quanto"}
-
-    Raises
-    ------
-    MissingExtraError
-        If it is not installed; the message says what to install.
-    """
+    """Check that "hqq" or "quanto" is there; the error says what to install."""
     found, name, requirement = {
         "hqq": (is_hqq_available, "hqq", "hqq==0.2.8.post1"),
         "quanto": (is_optimum_quanto_available, "optimum-quanto", "optimum-quanto==0.2.7 ninja"),

@@ -21,14 +21,7 @@ __all__ = ["Checkpoint"]
 
 
 class Checkpoint:
-    """Scores of batches of windows in a file of their own.
-
-    Parameters
-    ----------
-    folder : Path
-        Where the file lies.
-    settings : str
-        All that the run was told.
+    """Scores of batches of windows in a file of a folder; `settings` are all that the run was told.
 
     Examples
     --------

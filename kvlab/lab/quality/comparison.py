@@ -23,40 +23,21 @@ SCHEMA = "kvlab comparison 1"
 
 @dataclass(slots=True)
 class Comparison:
-    """What a run found.
-
-    Attributes
-    ----------
-    model, text, cache_dtype : str
-    protocol : dict
-        Fields of `Protocol`.
-    seconds : float
-        From the start of the processes to the last result.
-    scores : list of Score
-        Full precision first.
-    prompt : str
-        End of the prompt of the continuations.
-    continuations : dict of str to Continuation
-        By name of the cache.
-    races : dict of str to (float, float)
-        Tokens a second on a GPU and on the CPU, by tokens that are read; empty for a run on the CPU.
-    resumed : int
-        Parts (windows read through a group of caches) that came from the checkpoint of an interrupted run.
-    provenance : dict
-        As `kvlab.lab.results.provenance` gives it: command, time, versions, machine.
-    """
+    """What a run found."""
 
     model: str
     text: str
     cache_dtype: str
-    protocol: dict[str, int]
-    seconds: float
-    scores: list[Score]
-    prompt: str = ""
-    continuations: dict[str, Continuation] = field(default_factory=dict)
+    protocol: dict[str, int]  # fields of `Protocol`
+    seconds: float  # from the start of the processes to the last result
+    scores: list[Score]  # full precision first
+    prompt: str = ""  # end of the prompt of the continuations
+    continuations: dict[str, Continuation] = field(default_factory=dict)  # by name of the cache
     races: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Tokens a second on a GPU and on the CPU, by tokens that are read; empty for a run on the CPU."""
     resumed: int = 0
-    provenance: dict[str, Any] = field(default_factory=dict)
+    """Parts (windows read through a group of caches) from the checkpoint of an interrupted run."""
+    provenance: dict[str, Any] = field(default_factory=dict)  # of `kvlab.lab.results.provenance`
 
     @property
     def scored(self) -> int:
@@ -69,13 +50,7 @@ class Comparison:
 
     @staticmethod
     def read(path: Path) -> Comparison:
-        """Read what `to_json` made.
-
-        Raises
-        ------
-        FormatError
-            If the file holds something else.
-        """
+        """Read what `to_json` made; a file of something else is a FormatError."""
         with results_of(SCHEMA, path) as found:
             del found["schema"]
             found["scores"] = [Score(**score) for score in found["scores"]]
@@ -102,13 +77,7 @@ class Comparison:
 
 
 def write_files(comparison: Comparison, rows: list[Row], folder: Path) -> list[Path]:
-    """Write results.json, table.csv, table.md, quality.png and quality.svg into a folder.
-
-    Raises
-    ------
-    MissingExtraError
-        If matplotlib is not installed.
-    """
+    """Write results.json, table.csv, table.md, quality.png and quality.svg into a folder."""
     source = f"{comparison.model} reads the {comparison.text} from its cache"
     figure = draw(rows, f"{source}, {comparison.scored:,} tokens scored")
     contents = {

@@ -18,16 +18,9 @@ __all__ = ["continue_text"]
 
 
 def continue_text(subject: Subject, prompt: Sequence[int], cache: Cache, count: int) -> Continuation:
-    """Let the model write the `count` most probable tokens, one after another, through a cache.
+    """Let the model write the `count` most probable tokens behind a prompt, one after another.
 
-    Parameters
-    ----------
-    subject : Subject
-    prompt : sequence of int
-        Tokens.
-    cache : transformers.Cache
-        New and empty; holds prompt and continuation afterwards.
-    count : int
+    The cache is new and empty; it holds prompt and continuation afterwards.
 
     Examples
     --------

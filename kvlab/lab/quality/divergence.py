@@ -34,27 +34,17 @@ BLOCK = 32
 
 @dataclass(slots=True)
 class Divergence:
-    """What reading windows through one cache cost.
-
-    Attributes
-    ----------
-    name, kind
-        Of the case.
-    bits : (float, float)
-        Bits an element of K and V at the first and at the last scored token, everything counted.
-    unused : float
-        Part of the budget that is left behind the last token; 0 without a budget.
-    kl, agreement : list of list of float
-        Of every scored token of every window: KL(full precision || cache), and whether the most probable
-        token is the same.
-    """
+    """What reading windows through one cache cost."""
 
     name: str
     kind: str
     bits: tuple[float, float] = (0.0, 0.0)
-    unused: float = 0.0
+    """Of an element of K and V at the first and at the last scored token, everything counted."""
+    unused: float = 0.0  # part of the budget that is left behind the last token; 0 without a budget
     kl: list[list[float]] = field(default_factory=list)
+    """KL(full precision || cache) of every scored token of every window."""
     agreement: list[list[float]] = field(default_factory=list)
+    """Whether the most probable token is the same, of every scored token of every window."""
 
     def summary(self) -> dict[str, float]:
         """Mean with its standard error, last quarter, median, 99.9 % and agreement.
@@ -94,28 +84,9 @@ def diverge(
 ) -> list[Divergence]:
     """Read windows through every cache and through a dense one, window after window.
 
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        With an attention function that reads the caches of all cases ("kvlab_packed").
-    windows : Windows
-        Of `schedule.length` tokens or more.
-    cases : sequence of Case
-    schedule : Schedule
-    progress : callable
-        Called with the name of a case after each window.
-
-    Returns
-    -------
-    list of Divergence
-        In the order of the cases.
-
-    Raises
-    ------
-    ValueError
-        If the windows are too short.
-    BudgetError
-        If a budget does not hold a window.
+    The model has an attention function that reads the caches of all cases ("kvlab_packed"), and windows have
+    `schedule.length` tokens or more. `progress` is told the name of a case after each window. The results
+    stand in the order of the cases. A budget that does not hold a window is a BudgetError.
     """
     if windows.tokens.shape[1] < schedule.length:
         raise ValueError(f"windows have {windows.tokens.shape[1]} tokens; {schedule} needs {schedule.length}")
@@ -172,9 +143,7 @@ def _read_window(
 def token_divergence(truth: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """KL(truth || found) of every token, and whether the most probable token is the same.
 
-    Parameters
-    ----------
-    truth, logits : (tokens, vocabulary)
+    Both arguments are logits, (tokens, vocabulary).
     """
     log_p, log_q = truth.float().log_softmax(-1), logits.float().log_softmax(-1)
     same = (log_p.argmax(-1) == log_q.argmax(-1)).float()

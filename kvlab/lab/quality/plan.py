@@ -46,27 +46,15 @@ def num_chunks(windows: int, cases: int, protocol: Protocol) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to compare.
+    """What to compare."""
 
-    Attributes
-    ----------
-    subject : {"smollm2", "tiny"}
-    protocol : Protocol
-    windows : int
-    budgets : tuple of float
-        Of the mixed caches.
-    groups : tuple of str
-        Of `GROUPS`: kvlab's own caches, controls at equal bytes, quantised caches of transformers.
-    device : {"cpu", "cuda"}
-        Where model and caches are.
-    """
-
-    subject: str
+    subject: str  # "smollm2" or "tiny"
     protocol: Protocol
     windows: int
-    budgets: tuple[float, ...]
+    budgets: tuple[float, ...]  # of the mixed caches
     groups: tuple[str, ...] = GROUPS[:1]
-    device: str = "cpu"
+    """kvlab's own caches, controls at equal bytes, quantised caches of transformers."""
+    device: str = "cpu"  # or "cuda": where model and caches are
 
     @property
     def settings(self) -> str:

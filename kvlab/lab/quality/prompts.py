@@ -42,22 +42,8 @@ class Haystack:
 def many_keys(text: str, encode: Encode, length: int, *, keys: int = 10, seed: int = 0) -> Haystack:
     """Hide as many names with numbers in a text as there are questions.
 
-    Parameters
-    ----------
-    text : str
-        Twelve characters a token are enough.
-    encode : callable
-        Text to token numbers.
-    length : int
-        Tokens of the haystack.
-    keys : int
-        At most 32.
-    seed : int
-
-    Raises
-    ------
-    ValueError
-        If text or length does not hold the keys.
+    Of the text twelve characters a token are enough, and `length` counts tokens of the haystack. There are 32
+    names. If text or length does not hold the keys, that is a ValueError.
 
     Examples
     --------

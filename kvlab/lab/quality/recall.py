@@ -27,28 +27,14 @@ __all__ = ["Recall", "recall"]
 
 @dataclass(slots=True)
 class Recall:
-    """Answers through one cache.
-
-    Attributes
-    ----------
-    name, kind
-        Of the case.
-    bits : float
-        Bits an element behind the texts, mean; everything counted.
-    log_p : list of float
-        Log-probability of each answer.
-    exact : list of bool
-        Whether all tokens of it were the most probable ones.
-    depth : list of float
-        Where in the text it stands.
-    """
+    """Answers through one cache."""
 
     name: str
     kind: str
-    bits: float = 0.0
-    log_p: list[float] = field(default_factory=list)
-    exact: list[bool] = field(default_factory=list)
-    depth: list[float] = field(default_factory=list)
+    bits: float = 0.0  # an element behind the texts, mean; everything counted
+    log_p: list[float] = field(default_factory=list)  # of each answer
+    exact: list[bool] = field(default_factory=list)  # whether all its tokens were the most probable ones
+    depth: list[float] = field(default_factory=list)  # where in the text it stands
 
     def summary(self, full: Recall) -> dict[str, float]:
         """Compare with the answers of full precision to the same questions.
@@ -89,24 +75,9 @@ def recall(
 ) -> list[Recall]:
     """Ask every cache all questions.
 
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        With an attention function that reads the caches of all cases ("kvlab_packed").
-    haystacks : sequence of Haystack
-    cases : sequence of Case
-    progress : callable
-        Called with the name of a case after each text.
-
-    Returns
-    -------
-    list of Recall
-        Full precision first, then the cases in their order.
-
-    Raises
-    ------
-    BudgetError
-        If a budget does not hold a text.
+    The model has an attention function that reads the caches of all cases ("kvlab_packed"). `progress` is
+    told the name of a case after each text. Full precision stands first in the result, then the cases in
+    their order. A budget that does not hold a text is a BudgetError.
     """
     everything = [full_precision(model.config), *cases]
     found = [Recall(case.name, case.kind) for case in everything]

@@ -20,22 +20,9 @@ SCHEMA = "kvlab quality settings 1"
 
 
 def read_held(path: Path) -> list[dict[str, str]]:
-    """Return what a file says of single tokens and late questions: a row a cache, few bits first.
+    """Return a row of texts for each cache of a file, few bits first: single tokens, late questions.
 
-    Parameters
-    ----------
-    path : Path
-        Of a file whose rows include full precision.
-
-    Returns
-    -------
-    list of dict
-        Texts by column.
-
-    Raises
-    ------
-    FormatError
-        If the file holds something else.
+    The rows of the file include full precision; a file of something else is a FormatError.
     """
     with results_of(SCHEMA, path) as results:
         full: dict[str, Any] = next(row["retrieval"] for row in results["rows"] if row["case"].get("dense"))

@@ -43,21 +43,9 @@ def speeds(
 ) -> dict[int, tuple[float, float]]:
     """How fast a model reads a chunk behind so many tokens, on its device and on the CPU.
 
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        On a GPU (or on the CPU, which is then compared with itself).
-    tokens : (rows, tokens) int64 tensor
-    case : Case
-        Makes a `KVLabCache`.
-    chunk : int
-    lengths : sequence of int
-        Multiples of `chunk`, below the number of tokens.
-
-    Returns
-    -------
-    dict of int to (float, float)
-        By length: tokens a second on the model's device and on the CPU, the better of two chunks each.
+    Lengths are multiples of `chunk` and below the number of tokens, (rows, tokens). By length there are the
+    tokens a second on the model's device, a GPU, and on the CPU, the better of two chunks each. A model on
+    the CPU is compared with itself.
     """
     host: Any = copy.deepcopy(model)
     host.to("cpu")

@@ -77,14 +77,9 @@ class Row:
 
 
 def summarise(scores: Sequence[Score], *, recorded: bool = False) -> list[Row]:
-    """Make the rows of a table.
+    """Make the rows of a table, of scores of the same windows, full precision among them.
 
-    Parameters
-    ----------
-    scores : sequence of Score
-        All of the same windows, full precision among them.
-    recorded : bool
-        Whether they were measured earlier.
+    `recorded`: they were measured earlier.
     """
     (full,) = (score for score in scores if score.kind == FULL_PRECISION)
     exact = mean_and_error(full.nll)[0]
@@ -242,13 +237,7 @@ _LABELS = {
 
 
 def draw(rows: Sequence[Row], title: str) -> Figure:
-    """Draw divergence from full precision (log scale) against bits per element.
-
-    Raises
-    ------
-    MissingExtraError
-        If matplotlib is not installed.
-    """
+    """Draw divergence from full precision (log scale) against bits per element."""
     with needs_extra("lab", "the figure"):
         from matplotlib.figure import Figure
         from matplotlib.ticker import NullFormatter

@@ -18,19 +18,6 @@ __all__ = ["SCHEDULES", "Schedule"]
 class Schedule:
     """Calls in which a window is read.
 
-    Attributes
-    ----------
-    prefill : int
-        Tokens of the prompt, which are not scored.
-    part : int
-        Tokens of a part of the prompt; 0: all of it in one call.
-    first : int
-        Tokens of a call before these; 0: none.
-    scored : int
-        Tokens behind the prompt.
-    chunk : int
-        Scored tokens of a call.
-
     Examples
     --------
     >>> schedule = Schedule(prefill=100, part=64, scored=4, chunk=2)
@@ -40,11 +27,11 @@ class Schedule:
     [(0, 10), (10, 100), (100, 101)]
     """
 
-    prefill: int = 1024
-    part: int = 0
-    scored: int = 256
-    chunk: int = 1
-    first: int = 0
+    prefill: int = 1024  # tokens of the prompt, which are not scored
+    part: int = 0  # tokens of a part of the prompt; 0: all of it in one call
+    scored: int = 256  # tokens behind the prompt
+    chunk: int = 1  # scored tokens of a call
+    first: int = 0  # tokens of a call before these; 0: none
 
     def __post_init__(self) -> None:
         if min(self.prefill, self.scored, self.chunk) < 1 or min(self.part, self.first) < 0:

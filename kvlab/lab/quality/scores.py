@@ -23,58 +23,30 @@ Blocks = list[list[float]]
 
 @dataclass(slots=True)
 class Score:
-    """What one cache cost and kept.
+    """What one cache cost and kept."""
 
-    Attributes
-    ----------
-    name, kind, budget
-        Of the `kvlab.lab.quality.measure.Case`.
-    starts : list of int
-        The windows, as in `kvlab.lab.quality.text.Windows.starts`.
-    nbytes : int
-        Bytes that the cache of one window held at its end, mean over windows; everything is counted.
-    bits_per_element : float
-        The same, per element of K and V.
-    tokens_per_second : float
-        Of the whole model while it read the scored chunks.
-    widths : dict
-        Share of the pages at each width; empty for caches of transformers.
-    kl, nll, agreement : list of list of float
-        Means of chunks: divergence from full precision, negative log-likelihood of the text, and how often
-        the most probable token is that of full precision.
-    """
-
-    name: str
+    name: str  # as kind and budget of the `kvlab.lab.quality.measure.Case`
     kind: str
     budget: float | None
-    starts: list[int] = field(default_factory=list)
-    nbytes: int = 0
-    bits_per_element: float = 0.0
-    tokens_per_second: float = 0.0
+    starts: list[int] = field(default_factory=list)  # windows, as in `kvlab.lab.quality.text.Windows`
+    nbytes: int = 0  # of the cache of one window at its end, mean over windows; everything is counted
+    bits_per_element: float = 0.0  # the same, of K and V
+    tokens_per_second: float = 0.0  # of the whole model while it read the scored chunks
     widths: dict[str, float] = field(default_factory=dict)
-    kl: Blocks = field(default_factory=list)
-    nll: Blocks = field(default_factory=list)
-    agreement: Blocks = field(default_factory=list)
+    """Part of the pages at each width; empty for caches of transformers."""
+    kl: Blocks = field(default_factory=list)  # divergence from full precision
+    nll: Blocks = field(default_factory=list)  # negative log-likelihood of the text
+    agreement: Blocks = field(default_factory=list)  # how often full precision has the same best token
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """New text after a prompt.
-
-    Attributes
-    ----------
-    text : str
-    tokens : list of int
-    seconds : float
-        For the prompt and the new tokens.
-    nbytes : int
-        Bytes that the cache held at the end.
-    """
+    """New text after a prompt."""
 
     text: str
     tokens: list[int]
-    seconds: float
-    nbytes: int
+    seconds: float  # for the prompt and the new tokens
+    nbytes: int  # that the cache held at the end
 
 
 def mean_and_error(blocks: Blocks) -> tuple[float, float]:
@@ -91,17 +63,9 @@ def mean_and_error(blocks: Blocks) -> tuple[float, float]:
 
 
 def join(parts: Sequence[Sequence[Score]]) -> list[Score]:
-    """Put scores of the same cases on different windows together.
+    """Put parts together, each with scores of the same cases in the same order on windows of its own.
 
-    Parameters
-    ----------
-    parts : sequence of sequences of Score
-        Each with the same cases in the same order.
-
-    Returns
-    -------
-    list of Score
-        One for each case; sizes and widths are means over windows, speeds are of all tokens.
+    Sizes and widths are means over windows, speeds are of all tokens.
 
     Examples
     --------

@@ -28,22 +28,10 @@ Change = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor
 def large_channels(model: PreTrainedModel, factors: Mapping[int, float], *, begin: int = 0) -> Iterator[None]:
     """Multiply rotary pairs of all keys and divide those of the queries, within a block.
 
-    Parameters
-    ----------
-    model : transformers.PreTrainedModel
-        Whose RoPE pairs channel i with channel i + head_dim / 2, as those of the Llama family do.
-    factors : mapping of int to float
-        Pair to factor.
-    begin : int
-        First position that has them. From 1 on full precision changes, too, since later queries meet earlier
-        keys without a factor: read both within the block.
-
-    Raises
-    ------
-    ValueError
-        If there is no such pair.
-    NotImplementedError
-        If the model applies RoPE in another way.
+    `factors` are by pair. The model's RoPE pairs channel i with channel i + head_dim / 2, as that of the
+    Llama family does; of a model that applies it otherwise there is a NotImplementedError. Positions from
+    `begin` on have the factors. From 1 on full precision changes, too, since later queries meet earlier keys
+    without a factor: read both within the block.
 
     Examples
     --------
@@ -76,10 +64,7 @@ def large_channels(model: PreTrainedModel, factors: Mapping[int, float], *, begi
 def shifted_keys(model: PreTrainedModel, channels: Sequence[int], constant: float) -> Iterator[None]:
     """Add a constant to some channels of all keys, behind RoPE, within a block.
 
-    Raises
-    ------
-    NotImplementedError
-        If the model applies RoPE in another way than those of the Llama family.
+    A model that applies RoPE in another way than the Llama family is a NotImplementedError.
     """
 
     def change(

@@ -52,34 +52,11 @@ def run_tasks(
     bits: Bits = BITS,
     progress: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Figures]:
-    """Measure caches by tasks.
+    """Measure caches by some of `TASKS`; figures by task, then by cache.
 
-    Parameters
-    ----------
-    subject : Subject
-    cases : sequence of Case
-    tasks : sequence of str
-        Of `TASKS`.
-    length : int
-        Tokens of a prompt or of a text that is asked about.
-    scored : int
-        Tokens behind it.
-    windows : int
-        Number of texts.
-    bits : widths
-        Of the caches that "equal-bytes" sets beside opponents.
-    progress : callable
-        Called with the name of a cache after each of its texts.
-
-    Returns
-    -------
-    dict
-        By task, then by cache: figures.
-
-    Raises
-    ------
-    ValueError
-        If a task is not known, or the text too short.
+    A prompt, or a text that is asked about, has `length` tokens, and `scored` stand behind it, in so many
+    windows. `bits` are the widths of caches that "equal-bytes" sets beside opponents. `progress` is told the
+    name of a cache after each of its texts. Unknown tasks and a text that is too short are ValueErrors.
 
     Examples
     --------

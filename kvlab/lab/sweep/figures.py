@@ -19,18 +19,7 @@ _MARKERS = "osD^vP"
 
 
 def figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    """Draw what the rows have data for.
-
-    Returns
-    -------
-    dict of name to Figure
-        "quality", "packing", "context".
-
-    Raises
-    ------
-    MissingExtraError
-        If matplotlib is not installed.
-    """
+    """Draw what the rows have data for: "quality", "packing", "context"."""
     drawn = {}
     if done(rows, packed=True):
         drawn["quality"] = _quality(rows)

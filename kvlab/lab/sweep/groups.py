@@ -23,16 +23,9 @@ GPU_CHUNK_S, GPU_DENSE_CHUNK_S, GPU_ELEMENTS_PER_S = 0.037 / 30, 0.018 / 30, 1.5
 
 
 def in_groups(cases: Sequence[AblationCase], numbers: Sequence[int], min_groups: int = 1) -> list[list[int]]:
-    """Return numbers of cases in groups, the costliest first.
+    """Return numbers of cases of a sweep in groups, the costliest first.
 
-    Parameters
-    ----------
-    cases : sequence of AblationCase
-        Of a sweep.
-    numbers : sequence of int
-        Those to be grouped.
-    min_groups : int
-        Groups that there should be at least, so that as many workers have something to do.
+    There should be `min_groups` at least, so that as many workers have something to do.
 
     Examples
     --------

@@ -192,12 +192,8 @@ def recorded(folder: Path, case: AblationCase) -> dict[str, Any] | None:
 def record(folder: Path, case: AblationCase, result: dict[str, Any]) -> None:
     """Write the result of a case, and forget its failures.
 
-    Raises
-    ------
-    ValueError
-        If it has no provenance or is of another case.
-    OSError
-        If it cannot be written, as on a full disk; nothing is there then.
+    A result without provenance or of another case is a ValueError. What cannot be written, as on a full disk,
+    is an OSError, and nothing is there then.
     """
     guard.require_provenance(result)
     if result["provenance"]["case_id"] != case.id:
@@ -275,12 +271,7 @@ def array_list(numbers: Iterable[int]) -> str:
 
 
 def parse_numbers(text: str, count: int) -> Sequence[int]:
-    """Read what `array_list` writes.
-
-    Raises
-    ------
-    ValueError
-        If it is no such list, or names a case that the sweep does not have.
+    """Read what `array_list` writes: numbers of cases below `count`.
 
     Examples
     --------

@@ -29,34 +29,14 @@ _DEFAULT_ARRAY = 1001
 def submit(
     folder: Path, numbers: Sequence[int], tasks: int, *, throttle: int, options: Sequence[str] = ()
 ) -> tuple[list[str], str]:
-    """Submit cases of a sweep as arrays, and the collection after them.
+    """Submit cases of a sweep as arrays of so many tasks, and the collection after them.
 
-    Parameters
-    ----------
-    folder : Path
-        Of the sweep.
-    numbers : sequence of int
-        Cases to run, at least one.
-    tasks : int
-        How many share them.
-    throttle : int
-        Tasks of an array that run at the same time.
-    options : sequence of str
-        More options for sbatch, for example ``("--gpus=1", "--time=2:00:00")``; not for the collection.
+    At the same time `throttle` tasks of an array run. `options` are more options for sbatch, such as
+    ``("--gpus=1", "--time=2:00:00")``; not for the collection. Job ids of the arrays are returned, and that
+    of the collection, which runs when they have ended, however they did, and fails if a case is missing.
 
-    Returns
-    -------
-    arrays : list of str
-        Job ids.
-    collection : str
-        Job id; it runs when the arrays have ended, however they did, and fails if a case is missing.
-
-    Raises
-    ------
-    FileNotFoundError
-        If sbatch or the batch scripts are not here.
-    ChildProcessError
-        If Slurm refuses.
+    If sbatch or the batch scripts are not here, that is a FileNotFoundError; if Slurm refuses, a
+    ChildProcessError.
     """
     for script in ("ablate_memory.sbatch", "collect.sbatch"):
         if not (SCRIPTS / script).exists():
