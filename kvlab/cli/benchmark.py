@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,68 +12,74 @@ import typer
 
 from kvlab.cli.options import Json, MinVram, Release, Verbose, size
 
-_FIGURES = {(case, on) for case in ("attention", "grouped") for on in ("cpu", "cuda")} | {("decode", "cuda")}
+Case = Annotated[
+    str,
+    typer.Argument(
+        help="What to measure: packing, codec, allocator, decode, attention, cache, engine or grouped; "
+        "or flash_attention, packed, ternary, all."
+    ),
+]
+Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: the CPU, and a GPU where there is one.")]
+ArraySize = Annotated[
+    int,
+    typer.Option(
+        "--size",
+        parser=size,
+        metavar="SIZE",
+        show_default="256MiB",
+        help="Bytes of an array (packing, codec).",
+    ),
+]
+Threads = Annotated[int | None, typer.Option(help="Threads on the CPU; default: 2, or as many as there are.")]
+Repeats = Annotated[
+    int,
+    typer.Option(
+        "--repeats",
+        "--iterations",
+        "--num-iterations",
+        "--num-runs",
+        help="Times a call is timed; the median counts.",
+    ),
+]
+Baseline = Annotated[str, typer.Option(help="cache: fp16, uniform_8bit, uniform_4bit, mixed or all.")]
+Contexts = Annotated[str, typer.Option(help="cache: stored tokens.")]
+Seqlens = Annotated[
+    str,
+    typer.Option(
+        help="grouped: tokens, up to 128K, separated by commas. [default: 512,1K; on cuda 4K to 32K]",
+        show_default=False,
+    ),
+]
+NumGroups = Annotated[str, typer.Option(help="grouped: groups, 1 to 16, separated by commas.")]
+Config = Annotated[str, typer.Option(help="grouped: heads, of llama3-8b or llama3-70b.")]
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Also write the result to this .json or .csv file.")
+]
+Csv = Annotated[Path | None, typer.Option(help="Also write the rows to this .csv file.")]
+Picture = Annotated[
+    Path | None,
+    typer.Option(help="Also draw time against length (attention, grouped, decode on cuda): .png, .svg."),
+]
 
 
 def command(
-    case: Annotated[
-        str,
-        typer.Argument(
-            help="What to measure: packing, codec, allocator, decode, attention, cache, engine or grouped; "
-            "or flash_attention, packed, ternary, all."
-        ),
-    ],
-    device: Annotated[
-        str, typer.Option(help="cpu, cuda, or auto: the CPU, and a GPU where there is one.")
-    ] = "cpu",
-    array_size: Annotated[
-        int,
-        typer.Option(
-            "--size",
-            parser=size,
-            metavar="SIZE",
-            show_default="256MiB",
-            help="Bytes of an array (packing, codec).",
-        ),
-    ] = 256 * 2**20,
-    threads: Annotated[
-        int | None, typer.Option(help="Threads on the CPU; default: 2, or as many as there are.")
-    ] = None,
-    repeats: Annotated[
-        int,
-        typer.Option(
-            "--repeats",
-            "--iterations",
-            "--num-iterations",
-            "--num-runs",
-            help="Times a call is timed; the median counts.",
-        ),
-    ] = 15,
-    baseline: Annotated[
-        str, typer.Option(help="cache: fp16, uniform_8bit, uniform_4bit, mixed or all.")
-    ] = "all",
-    context_lengths: Annotated[str, typer.Option(help="cache: stored tokens.")] = "512,1K,2K,4K,8K",
-    seqlens: Annotated[
-        str,
-        typer.Option(
-            help="grouped: tokens, up to 128K, separated by commas. [default: 512,1K; on cuda 4K to 32K]",
-            show_default=False,
-        ),
-    ] = "",
-    num_groups: Annotated[str, typer.Option(help="grouped: groups, 1 to 16, separated by commas.")] = "2",
-    config: Annotated[str, typer.Option(help="grouped: heads, of llama3-8b or llama3-70b.")] = "llama3-8b",
+    case: Case,
+    device: Device = "cpu",
+    array_size: ArraySize = 256 * 2**20,
+    threads: Threads = None,
+    repeats: Repeats = 15,
+    baseline: Baseline = "all",
+    context_lengths: Contexts = "512,1K,2K,4K,8K",
+    seqlens: Seqlens = "",
+    num_groups: NumGroups = "2",
+    config: Config = "llama3-8b",
     min_vram: MinVram = 0.0,
     release: Release = False,
     verbose: Verbose = False,
     as_json: Json = False,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Also write the result to this .json or .csv file.")
-    ] = None,
-    csv: Annotated[Path | None, typer.Option(help="Also write the rows to this .csv file.")] = None,
-    figure: Annotated[
-        Path | None,
-        typer.Option(help="Also draw time against length (attention, grouped, decode on cuda): .png, .svg."),
-    ] = None,
+    output: Output = None,
+    csv: Csv = None,
+    figure: Picture = None,
 ) -> None:
     """Measure one part of the library, or several, and print a table of each.
 
@@ -85,16 +92,12 @@ def command(
     """
     from kvlab.lab.benchmark.baseline import Options
     from kvlab.lab.benchmark.run import CASES, cases_of, run
-    from kvlab.lab.results import write
     from kvlab.lab.targets import Machine, machine
 
     names = cases_of(case)
     where = machine(device, min_vram) if device == "auto" or min_vram else Machine((device,))
     runs = [(name, on) for name in names for on in where.devices]
-    if figure is not None and (len(runs) != 1 or runs[0] not in _FIGURES):
-        raise ValueError(
-            f"figure={str(figure)!r}: attention, grouped and decode on cuda have one, not {case} on {device}"
-        )
+    draw = None if figure is None else _drawing_of(runs, f"figure={str(figure)!r}", f"{case} on {device}")
     if len(names) > 1:  # of several, those that run there
         runs = [(name, on) for name, on in runs if on in CASES[name]]
     threads = Options().threads if threads is None else threads
@@ -103,6 +106,34 @@ def command(
     )
     results = [run(name, replace(options, device=on)) for name, on in runs]
     result: dict[str, Any] = results[0] if len(results) == 1 else {"case": case, "results": results}
+    _write_files(result, results, output, csv)
+    if draw is not None and figure is not None:
+        draw(results[0]["rows"], figure)
+    if as_json:
+        typer.echo(json.dumps(result, indent=2, ensure_ascii=False))
+        return
+    for (name, on), one in zip(runs, results, strict=True):
+        _print(one, f"{name}, {threads} threads" if on == "cpu" else f"{name}, {on}", verbose=verbose)
+    for on, reason in where.skipped.items():
+        typer.echo(f"skipped: {on}: {reason}")
+
+
+def _drawing_of(runs: Sequence[tuple[str, str]], given: str, what: str) -> Callable[[Any, Path], object]:
+    """Return what draws the rows of the one run into a file; refuse runs without a figure."""
+    from kvlab.lab.benchmark.figures import DRAW
+    from kvlab.lab.figures import save_figure
+
+    draw = DRAW.get(runs[0])
+    if draw is None or len(runs) != 1:
+        raise ValueError(f"{given}: attention, grouped and decode on cuda have one, not {what}")
+    return lambda rows, path: save_figure(draw(rows), path)
+
+
+def _write_files(
+    result: dict[str, Any], results: Sequence[dict[str, Any]], output: Path | None, csv: Path | None
+) -> None:
+    from kvlab.lab.results import write
+
     if output is not None:
         if len(results) > 1 and output.suffix != ".json":
             raise ValueError(f"output={str(output)!r}: several results go into one .json file")
@@ -111,20 +142,6 @@ def command(
         if len(results) > 1 or csv.suffix != ".csv":
             raise ValueError(f"csv={str(csv)!r}: the rows of one case go into one .csv file")
         write(results[0], csv)
-    if figure is not None:
-        from kvlab.lab.benchmark import attention_figure, decode_figure, grouped
-        from kvlab.lab.quality.report import save_figure
-
-        draws = {"attention": attention_figure.draw, "decode": decode_figure.draw, "grouped": grouped.draw}
-        draw = draws[names[0]]
-        save_figure(draw(result["rows"]), figure)
-    if as_json:
-        typer.echo(json.dumps(result, indent=2, ensure_ascii=False))
-        return
-    for (name, on), one in zip(runs, results, strict=True):
-        _print(one, f"{name}, {threads} threads" if on == "cpu" else f"{name}, {on}", verbose=verbose)
-    for on, reason in where.skipped.items():
-        typer.echo(f"skipped: {on}: {reason}")
 
 
 def _print(result: dict[str, Any], title: str, *, verbose: bool) -> None:

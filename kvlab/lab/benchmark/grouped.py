@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -24,15 +24,11 @@ import kvlab
 from kvlab.arguments import choice
 from kvlab.errors import needs_extra
 from kvlab.lab.benchmark.baseline import Options, check
-from kvlab.lab.benchmark.length_axes import label, new_figure
 from kvlab.lab.counters import count
 from kvlab.lab.results import Row
 from kvlab.lab.timing import time_in_turns
 from kvlab.ops.attention_call import MAX_GROUPS
 from kvlab.sizes import parse_size
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = [
     "CONFIGS",
@@ -41,7 +37,6 @@ __all__ = [
     "benchmark_grouped",
     "bytes_read",
     "contestants",
-    "draw",
     "flops",
     "groups_of",
 ]
@@ -230,35 +225,6 @@ def _flash(q: list[Any], k: Any, v: Any, groups: list[tuple[int, int]]) -> Calla
         ]
 
     return call
-
-
-def draw(rows: Sequence[Row]) -> Figure:
-    """Draw the speed against separate calls, by tokens, a panel for each number of groups.
-
-    Parameters
-    ----------
-    rows : sequence of dict
-        From `benchmark_grouped`.
-
-    Raises
-    ------
-    MissingExtraError
-        If matplotlib is not installed.
-    """
-    numbers = sorted({int(row["groups"] or 0) for row in rows})
-    figure = new_figure(4.5 * len(numbers), 4)
-    panels = figure.subplots(1, len(numbers), sharey=True, squeeze=False)[0]
-    for axes, number in zip(panels, numbers, strict=True):
-        own = [row for row in rows if row["groups"] == number]
-        for name in dict.fromkeys(str(row["implementation"]) for row in own):
-            line = [row for row in own if row["implementation"] == name]
-            axes.plot(
-                [row["tokens"] for row in line], [row["speedup"] for row in line], "-o", ms=4, label=name
-            )
-        label(axes, f"{number} groups", "tokens", [float(row["tokens"] or 0) for row in own], base=10)
-    panels[0].set_ylabel("times faster than separate calls")
-    panels[0].legend(frameon=False, fontsize=9)
-    return figure
 
 
 def _make_calls(arguments: Sequence[str]) -> None:

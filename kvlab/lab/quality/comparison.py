@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvlab.lab.quality.report import Row, draw, save_figure, summarise, to_csv, to_markdown
+from kvlab.lab.figures import save_figure
+from kvlab.lab.quality.report import Row, draw, summarise, to_csv, to_markdown
 from kvlab.lab.quality.scores import FULL_PRECISION, Continuation, Score, common_windows
 from kvlab.lab.results import results_of
 

@@ -11,10 +11,9 @@ import io
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvlab.errors import needs_extra
+from kvlab.lab.figures import label, new_figure
 from kvlab.lab.quality.scores import FULL_PRECISION, Score, mean_and_error
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ __all__ = [
     "Row",
     "draw",
     "figures",
-    "save_figure",
     "summarise",
     "to_csv",
     "to_markdown",
@@ -238,11 +236,7 @@ _LABELS = {
 
 def draw(rows: Sequence[Row], title: str) -> Figure:
     """Draw divergence from full precision (log scale) against bits per element."""
-    with needs_extra("lab", "the figure"):
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import NullFormatter
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = new_figure(8, 5)
     axes = figure.subplots()
     for kind, style in _STYLES.items():
         group = sorted((row for row in rows if row.kind == kind), key=lambda row: row.bits_per_element)
@@ -269,14 +263,14 @@ def draw(rows: Sequence[Row], title: str) -> Figure:
     axes.set_xscale("log")
     ticks = [2, 2.5, 3, 4, 5, 6, 8, 10]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.set_minor_formatter(lambda value, _: "")
     fp16 = max(16 * row.mebibytes / row.bits_per_element for row in rows)
-    axes.set_xlabel(f"bits per element of K and V, everything counted (float16: 16, {fp16:.1f} MiB a window)")
-    axes.set_ylabel(
-        "KL divergence from full precision\n(nats per token, ± 2 standard errors; lower is better)"
+    label(
+        axes,
+        title,
+        f"bits per element of K and V, everything counted (float16: 16, {fp16:.1f} MiB a window)",
+        "KL divergence from full precision\n(nats per token, ± 2 standard errors; lower is better)",
     )
-    axes.set_title(title, loc="left", fontsize=11)
-    axes.grid(which="major", alpha=0.3)
     axes.margins(x=0.12, y=0.1)
     axes.legend(frameon=False, fontsize=9)
     return figure
@@ -286,14 +280,3 @@ def _short(row: Row) -> str:
     """What stands beside a point: the name without the words that the legend has."""
     name = row.cache.removeprefix("uniform ").removeprefix("mixed ")
     return {"uniform": f"{name} bit", "mixed": f"budget {name}"}.get(row.kind, name) + "*" * row.recorded
-
-
-def save_figure(figure: Figure, stem: Path) -> list[Path]:
-    """Write a figure as PNG and SVG; return the paths."""
-    from matplotlib import rc_context
-
-    paths = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
-    figure.savefig(paths[0], dpi=150)
-    with rc_context({"svg.hashsalt": "kvlab"}):  # this and no date: equal figures give equal files
-        figure.savefig(paths[1], metadata={"Date": None})
-    return paths

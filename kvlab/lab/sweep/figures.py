@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvlab.errors import needs_extra
+from kvlab.lab.figures import label, new_figure
 from kvlab.lab.results import Row
 from kvlab.lab.sweep.views import context_scaling, done, loss_of, packing_impact, pareto
 
@@ -30,14 +30,9 @@ def figures(rows: Sequence[Row]) -> dict[str, Figure]:
 
 
 def _axes(title: str, xlabel: str, ylabel: str) -> tuple[Figure, Any]:
-    with needs_extra("lab", "a figure"):
-        from matplotlib.figure import Figure
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    figure = new_figure(7, 4.2)
     axes = figure.subplots()
-    axes.set_title(title, loc="left", fontsize=11)
-    axes.set_xlabel(xlabel)
-    axes.set_ylabel(ylabel)
-    axes.grid(alpha=0.3)
+    label(axes, title, xlabel, ylabel)
     return figure, axes
 
 

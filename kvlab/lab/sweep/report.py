@@ -6,15 +6,13 @@ is clicked, so it opens from a disk, offline, on a telephone.
 
 from __future__ import annotations
 
-import io
-import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvlab.files import write_whole
-from kvlab.lab.quality.report import save_figure
+from kvlab.lab.figures import save_figure, to_svg
 from kvlab.lab.results import Row
 from kvlab.lab.sweep.claims import judge_claims
 from kvlab.lab.sweep.figures import figures
@@ -134,7 +132,7 @@ def _in_a_line(text: str) -> str:
 def to_html(rows: Sequence[Row], shown: Sequence[View], drawn: dict[str, Figure]) -> str:
     """One page with everything in it."""
     pictures = "".join(
-        f"<figure>{_svg(figure)}<figcaption>{_CAPTIONS[name]}</figcaption></figure>\n"
+        f"<figure>{to_svg(figure)}<figcaption>{_CAPTIONS[name]}</figcaption></figure>\n"
         for name, figure in drawn.items()
     )
     warning = f'<p class="failed" role="alert">{escape(banner(rows))}</p>\n' if banner(rows) else ""
@@ -201,16 +199,3 @@ def cell(name: str, value: object) -> str:
     if isinstance(value, float):
         return f"{value:.1%}" if name in _PERCENT else f"{value:.3g}"
     return str(value)
-
-
-def _svg(figure: Figure) -> str:
-    """A figure as an element of a page, of which the width is the page's."""
-    from matplotlib import rc_context
-
-    text = io.StringIO()
-    with rc_context({"svg.hashsalt": "kvlab"}):
-        figure.savefig(text, format="svg", metadata={"Date": None})
-    found = text.getvalue()
-    return re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", found[found.index("<svg") :], count=1).replace(
-        'height="', 'data-height="', 1
-    )

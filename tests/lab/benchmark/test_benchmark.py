@@ -14,9 +14,9 @@ import pytest
 import kvlab
 from kvlab.device import cpu
 from kvlab.lab import results
-from kvlab.lab.benchmark import attention_figure
 from kvlab.lab.benchmark import run as benchmark
 from kvlab.lab.benchmark.baseline import Options
+from kvlab.lab.benchmark.figures import draw_attention
 from kvlab.lab.timing import Timing, time_in_turns
 
 SMALL = Options(size=2**16, threads=1, repeats=1)
@@ -103,7 +103,7 @@ def test_the_figure_of_attention_has_the_calls_that_differ_in_length(
         for direction in ("forward", "backward")
     ]
     rows.append(rows[0] | {"tokens": 2048, "heads": "64/8"})
-    forward, backward = attention_figure.draw(rows).axes
+    forward, backward = draw_attention(rows).axes
     curves = {line.get_label(): line.get_xydata().tolist() for line in forward.lines}
     assert curves == {
         "kvlab": [[64, 2], [512, 2]],

@@ -13,8 +13,8 @@ import torch
 from kvlab.lab.benchmark import run as benchmark
 from kvlab.lab.benchmark.baseline import Options
 from kvlab.lab.benchmark.decode_cuda import LADDERS
-from kvlab.lab.benchmark.decode_figure import draw
 from kvlab.lab.benchmark.device_pages import Shape, draw_pages, relative_error
+from kvlab.lab.benchmark.figures import draw_decode
 from kvlab.ops.frame import FRAME
 from kvlab.reference.packed import packed_attention
 
@@ -61,7 +61,7 @@ def rows() -> list[dict[str, Any]]:
 
 def test_figure_has_a_curve_and_a_floor_for_each_width() -> None:
     pytest.importorskip("matplotlib")
-    axes = draw(rows()[::-1]).axes[0]
+    axes = draw_decode(rows()[::-1]).axes[0]
     lines = axes.get_lines()
     assert [line.get_label() for line in lines if not str(line.get_label()).startswith("_")] == [
         "dense bfloat16", "2 bits", "4 bits",
