@@ -215,24 +215,21 @@ def _run_tasks(
 
 
 def _show_tasks(result: dict[str, Any]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
+    for task, caches in result["tasks"].items():
+        _print_turned(task, caches)
+        depths = {cache: figures["by_depth"] for cache, figures in caches.items() if "by_depth" in figures}
+        if depths:
+            _print_turned(f"{task}, log p change by depth", depths)
 
-    console = Console()
-    for task, rows in result["tasks"].items():
-        depths = {cache: figures["by_depth"] for cache, figures in rows.items() if "by_depth" in figures}
-        shown = {f"{task}, log p change by depth": depths} if depths else {}
-        for title, table_rows in ({task: rows} | shown).items():
-            table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-            table.add_column()
-            for cache in table_rows:  # a column each, so that a narrow terminal holds every figure
-                table.add_column(cache, justify="right")
-            for figure in next(reversed(table_rows.values())):
-                if figure != "by_depth":
-                    cells = [_text(figures[figure]) for figures in table_rows.values()]
-                    table.add_row(_text(figure).replace("_", " "), *cells)
-            console.print(table, highlight=False)
+
+def _print_turned(title: str, caches: dict[str, dict[Any, Any]]) -> None:
+    """Print a column for each cache, so that a narrow terminal holds every figure."""
+    from kvlab.lab.results import print_table
+
+    names = [name for name in next(reversed(caches.values())) if name != "by_depth"]
+    figures = [{cache: caches[cache][name] for cache in caches} for name in names]
+    titled = [{"": str(name).replace("_", " ")} | row for name, row in zip(names, figures, strict=True)]
+    print_table(titled, title, digits=4)
 
 
 def _show(result: dict[str, Any]) -> None:

@@ -173,25 +173,17 @@ def _device_name(device: str) -> str:
 
 def _show_held(console: Console) -> None:
     """What is harder than the demo, as it was recorded with SmolLM2."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
     from kvlab.lab.quality.recorded import read_held
+    from kvlab.lab.results import to_table
 
     if not (paths := sorted(RESULTS.glob(HELD))):
         return
-    rows = read_held(paths[-1])
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in rows[0]:
-        table.add_column(column, justify="left" if column == "cache" else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row.values())
     console.print(
         "\n[bold]Harder[/bold], recorded earlier: the budget holds at every length, tokens come one by one "
         "behind a prompt of 1,024, and numbers in a text are asked for when it has been read",
         highlight=False,
     )
-    console.print(table, highlight=False)
+    console.print(to_table(read_held(paths[-1]), "", left=("cache",)), highlight=False)
     console.print(
         "[bold]found[/bold]: of the answers that full precision finds; [bold]log p lost[/bold]: of the right "
         f"answers, nats\nFrom benchmarks/results/{paths[-1].name}; kvlab ablate --budget 0.2 "

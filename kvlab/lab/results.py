@@ -13,18 +13,30 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvlab import environment
 from kvlab.errors import FormatError
 from kvlab.files import write_whole
 from kvlab.lab.guard import gpu_state
 
-__all__ = ["Row", "print_table", "provenance", "results_of", "write"]
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = [
+    "Row",
+    "print_table",
+    "provenance",
+    "results_of",
+    "to_csv",
+    "to_markdown",
+    "to_table",
+    "write",
+]
 
 Row = dict[str, str | int | float | None]
 
@@ -102,15 +114,25 @@ def write(result: dict[str, Any], path: Path) -> None:
     """Write a result to ``.json``, or its rows to ``.csv``; the file is whole or not there."""
     if path.suffix not in (".json", ".csv"):
         raise ValueError(f"output={str(path)!r} must end in .json or .csv")
-    if path.suffix == ".json":
-        text = json.dumps(result, indent=2, ensure_ascii=False) + "\n"
-    else:
-        lines = io.StringIO(newline="")
-        writer = csv.DictWriter(lines, list(result["rows"][0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(result["rows"])
-        text = lines.getvalue()
+    is_json = path.suffix == ".json"
+    text = json.dumps(result, indent=2, ensure_ascii=False) + "\n" if is_json else to_csv(result["rows"])
     write_whole(path, text.encode())
+
+
+def to_csv(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> str:
+    """Rows as CSV, unrounded; the columns are those of the first row unless they are given."""
+    lines = io.StringIO(newline="")
+    writer = csv.DictWriter(lines, columns or list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return lines.getvalue()
+
+
+def to_markdown(rows: Sequence[Mapping[str, str]], left: Collection[str]) -> str:
+    """Rows of texts as a Markdown table; the columns in `left` begin at the left."""
+    rule = ["---" if name in left else "--:" for name in rows[0]]
+    lines = [list(rows[0]), rule, *(list(row.values()) for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 @contextmanager
@@ -125,31 +147,38 @@ def results_of(schema: str, path: Path) -> Iterator[dict[str, Any]]:
         raise FormatError(f"{path} does not hold results of {schema!r}: {error!r}") from None
 
 
-def print_table(rows: Sequence[Row], title: str, hidden: Sequence[str] = ()) -> None:
-    """Print rows as a table, numbers to three digits, without the columns in `hidden`.
+def print_table(rows: Sequence[Row], title: str, hidden: Sequence[str] = (), *, digits: int = 3) -> None:
+    """Print rows as a table, numbers to so many digits, without the columns in `hidden`.
 
     Nothing is cut off: narrow terminals fold cells, pipes and logs are as wide as the table.
     """
-    from rich import box
     from rich.console import Console
+
+    shown = [name for name in rows[0] if name not in hidden]
+    texts = [{name.replace("_", " "): _cell(row[name], digits) for name in shown} for row in rows]
+    left = [name.replace("_", " ") for name in shown if isinstance(rows[0][name], str)]
+    console = Console()
+    if not console.is_terminal:
+        console.width = 1_000
+    console.print(to_table(texts, title, left), highlight=False)
+
+
+def to_table(rows: Sequence[Mapping[str, str]], title: str, left: Collection[str]) -> Table:
+    """Rows of texts as a table of a terminal, folded where it is narrow; columns in `left` begin there."""
+    from rich import box
     from rich.table import Table
 
     table = Table(
         title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
     )
-    shown = [name for name in rows[0] if name not in hidden]
-    for name in shown:
-        is_text = isinstance(rows[0][name], str)
-        table.add_column(name.replace("_", " "), justify="left" if is_text else "right", overflow="fold")
+    for name in rows[0]:
+        table.add_column(name, justify="left" if name in left else "right", overflow="fold")
     for row in rows:
-        table.add_row(*(_cell(row[name]) for name in shown))
-    console = Console()
-    if not console.is_terminal:
-        console.width = 1_000
-    console.print(table)
+        table.add_row(*row.values())
+    return table
 
 
-def _cell(value: str | int | float | None) -> str:
+def _cell(value: str | int | float | None, digits: int) -> str:
     if value is None:
         return "-"
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+    return f"{value:.{digits}g}" if isinstance(value, float) else str(value)

@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from kvlab.lab.ablation.grid import MODELS, AblationCase, Geometry, make_grid
+from kvlab.lab.results import to_csv
 from kvlab.lab.sweep import tables
 from kvlab.lab.sweep.manifest import Manifest, status
 from kvlab.lab.sweep.run import run_cases
@@ -91,7 +92,7 @@ def table(folder: Path) -> str:
     rows, missing = tables.collect(folder, Manifest.read(folder))
     assert missing == []
     varying = dict.fromkeys((*tables.TIMES, "commit", "modified"))
-    return tables.to_csv([row | varying for row in rows])
+    return to_csv([row | varying for row in rows])
 
 
 def head(text: str, count: int) -> str:

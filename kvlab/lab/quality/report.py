@@ -6,13 +6,13 @@ Scores recorded earlier (of caches whose libraries are not installed) join as ro
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from kvlab.lab import results
 from kvlab.lab.figures import label, new_figure
 from kvlab.lab.quality.scores import FULL_PRECISION, Score, mean_and_error
 
@@ -179,43 +179,33 @@ def _decimals(value: float, digits: int) -> int:
     return max(digits - 1 - math.floor(math.log10(abs(value))), 0)
 
 
+def _texts(rows: Sequence[Row]) -> list[dict[str, str]]:
+    return [{header: text(row) for header, text in _COLUMNS.items()} for row in rows]
+
+
 def to_table(rows: Sequence[Row], title: str, width: int) -> Table:
     """A table for a terminal of a width; a narrow one shows fewer columns."""
-    from rich import box
-    from rich.table import Table
-
-    texts = {header: [text(row) for row in rows] for header, text in _COLUMNS.items()}
-    needed = {header: max(map(len, [header, *column])) + 2 for header, column in texts.items()}
+    texts = _texts(rows)
+    needed = {header: max(len(row[header]) for row in [*texts, {header: header}]) + 2 for header in _COLUMNS}
     for header in _FIRST_TO_GO:
         if sum(needed.values()) + 1 > width:
-            del texts[header], needed[header]
-    table = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0)
-    )
-    for header in texts:
-        table.add_column(header, justify="left" if header in _LEFT else "right", no_wrap=True)
-    for before, row, *cells in zip([None, *rows], rows, *texts.values(), strict=False):
-        if before is not None and before.kind != row.kind:
-            table.add_section()
-        table.add_row(*cells)
+            del needed[header]
+    table = results.to_table([{header: row[header] for header in needed} for row in texts], title, _LEFT)
+    for column in table.columns:
+        column.no_wrap = True
+    for line, (row, following) in zip(table.rows, pairwise(rows), strict=False):
+        line.end_section = row.kind != following.kind
     return table
 
 
 def to_markdown(rows: Sequence[Row]) -> str:
     """The same table in Markdown."""
-    rule = ["---" if header in _LEFT else "--:" for header in _COLUMNS]
-    cells = [[text(row) for text in _COLUMNS.values()] for row in rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in [list(_COLUMNS), rule, *cells])
+    return results.to_markdown(_texts(rows), _LEFT)
 
 
 def to_csv(rows: Sequence[Row]) -> str:
     """All fields of all rows, unrounded."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    names = list(Row.__slots__)
-    writer.writerow(names)
-    writer.writerows([[getattr(row, name) for name in names] for row in rows])
-    return text.getvalue()
+    return results.to_csv([asdict(row) for row in rows])
 
 
 # ---- figure ------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvlab.files import write_whole
+from kvlab.lab import results
 from kvlab.lab.figures import save_figure, to_svg
 from kvlab.lab.results import Row
 from kvlab.lab.sweep.claims import judge_claims
@@ -116,9 +117,9 @@ def to_markdown(shown: Sequence[View], drawn: Sequence[str] = (), warning: str =
     """
     parts = [f"> **{warning}**\n"] if warning else []
     for view in shown:
-        lines = [list(view.rows[0]), ["---" if text else "--:" for text in _is_text(view)]]
-        lines += [[_in_a_line(cell(name, value)) for name, value in row.items()] for row in view.rows]
-        table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        left = [name for name, text in zip(view.rows[0], _is_text(view), strict=True) if text]
+        texts = [{name: _in_a_line(cell(name, value)) for name, value in row.items()} for row in view.rows]
+        table = results.to_markdown(texts, left)
         parts.append(f"## {view.title}\n\n{table}\n{view.note}\n")
     parts += [f"![{_CAPTIONS[name]}]({name}.svg)\n" for name in drawn]
     return "\n".join(parts)

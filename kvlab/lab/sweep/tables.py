@@ -10,14 +10,12 @@ the CSV as it is: ``pandas.read_csv("ablation_summary.csv")``.
 
 from __future__ import annotations
 
-import csv
-import io
 from pathlib import Path
 from typing import Any
 
 from kvlab.errors import needs_extra
 from kvlab.files import write_whole
-from kvlab.lab.results import Row
+from kvlab.lab.results import Row, to_csv
 from kvlab.lab.sweep.manifest import Manifest, failure_of, recorded
 
 __all__ = ["COLUMNS", "SUMMARY", "TIMES", "collect", "query", "read_summary", "write_summary"]
@@ -106,15 +104,6 @@ def _row(result: dict[str, Any]) -> Row:
     return row
 
 
-def to_csv(rows: list[Row]) -> str:
-    """Rows as CSV; the ladders hold commas and are quoted."""
-    lines = io.StringIO(newline="")
-    writer = csv.DictWriter(lines, COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return lines.getvalue()
-
-
 def write_summary(rows: list[Row], folder: Path) -> list[Path]:
     """Write `ablation_summary.csv` and `ablation_summary.parquet` into a folder.
 
@@ -128,7 +117,7 @@ def write_summary(rows: list[Row], folder: Path) -> list[Path]:
     paths = [folder / SUMMARY, (folder / SUMMARY).with_suffix(".parquet")]
     if not rows and paths[0].exists() and len(paths[0].read_text(encoding="utf-8").splitlines()) > 1:
         raise FileExistsError(f"{folder} has no results of cases, but {paths[0]} has rows: it stays as it is")
-    write_whole(paths[0], to_csv(rows).encode())
+    write_whole(paths[0], to_csv(rows, COLUMNS).encode())
     temporary = paths[1].with_suffix(".tmp")
     table = _connection().read_csv(str(paths[0]), header=True, dtype=_TYPES)
     table.write_parquet(str(temporary))

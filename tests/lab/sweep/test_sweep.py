@@ -21,6 +21,7 @@ from kvlab.errors import FormatError
 from kvlab.lab.ablation import run as ablation
 from kvlab.lab.ablation.grid import MODELS, AblationCase, Geometry, make_grid
 from kvlab.lab.guard import Refused
+from kvlab.lab.results import to_csv
 from kvlab.lab.sweep import manifest as sweep
 from kvlab.lab.sweep import run as sweep_run
 from kvlab.lab.sweep import tables
@@ -334,7 +335,7 @@ def test_the_table_of_a_resumed_sweep_is_that_of_one_run(
         for row in rows:
             for column in tables.TIMES:
                 row[column] = None
-        texts.append(tables.to_csv(rows))
+        texts.append(to_csv(rows))
     assert texts[0] == texts[1]
     assert texts[0].count("infeasible") == 2
 
