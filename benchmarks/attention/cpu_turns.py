@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def serve() -> None:
 def measure(folders: dict[str, Path]) -> list[dict[str, Any]]:
     from kvlab.lab.benchmark.versions import ask_in_turns
 
-    found = ask_in_turns(__file__, folders, len(CASES), ROUNDS)
+    found = ask_in_turns(__file__, folders, [*product(range(len(CASES)), folders)], ROUNDS)
     rows = []
     for case, (what, tokens, dtype, softcap) in enumerate(CASES):
         before, after = (np.array(found[case, name]) for name in ("before", "after"))
@@ -68,9 +69,7 @@ def measure(folders: dict[str, Path]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    from kvlab.lab.benchmark import (
-        harness,
-    )  # not above: the processes that answer may be of a version without it
+    from kvlab.lab.benchmark import harness  # not above: a process that answers may be older than it
 
     def cases(given: argparse.Namespace) -> list[harness.Case]:
         folders = {"before": given.before, "after": given.after}

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -141,37 +140,18 @@ def _rows(found: list[dict[str, float]], **of_all: str) -> Iterator[dict[str, An
 def serve() -> int:
     """Measure the calls that both checkouts have once for each line on stdin, which names the threads."""
     made = {name: call for name, call in calls().items() if not hasattr(call, "in_a_row")}
-    for threads in THREADS:
-        turns(made, threads)
-    print("ready", flush=True)
     for line in sys.stdin:
-        print(json.dumps(turns(made, line.strip())), flush=True)
+        print(json.dumps(turns(made, json.loads(line))), flush=True)
     return 0
 
 
 def measure_both(before: Path, number: int) -> Iterator[dict[str, Any]]:
     """Measure in a process for each checkout, in turns; medians of ratios to SDPA come last."""
-    roots = {"now": Path(__file__).parents[2], "before": before}
-    servers = {}
-    for code, root in roots.items():
-        path = os.pathsep.join([str(root.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])])
-        servers[code] = subprocess.Popen(
-            [sys.executable, __file__, "--serve"], env={**os.environ, "PYTHONPATH": path},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-    asked: dict[str, Any] = {code: (server.stdin, server.stdout) for code, server in servers.items()}
-    for code, (_, answers) in asked.items():
-        if answers.readline() != "ready\n":
-            raise RuntimeError(f"the calls of {roots[code]} did not run")
-    found: dict[tuple[str, str], list[dict[str, float]]] = {}
-    for index in range(number):
-        for threads in THREADS:
-            for code in list(roots)[:: 1 if index % 2 else -1]:
-                questions, answers = asked[code]
-                print(threads, file=questions, flush=True)
-                found.setdefault((threads, code), []).append(json.loads(answers.readline()))
-    for server in servers.values():
-        server.communicate()
+    from kvlab.lab.benchmark.versions import ask_in_turns
+
+    folders = {"now": Path(__file__).parents[2], "before": before}
+    questions = [*product(THREADS, folders)]
+    found = ask_in_turns(__file__, folders, questions, number, arguments=["--serve"], kernels="cuda")
     for (threads, code), each in found.items():
         yield from _rows(each, threads=threads, code=code)
     for (threads, code), each in found.items():

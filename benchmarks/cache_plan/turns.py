@@ -12,11 +12,10 @@ graph of all: three times twelve replays. Given are medians in microseconds. The
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import inspect
 import json
-import os
-import subprocess
 import sys
 import time
 from functools import partial
@@ -32,9 +31,11 @@ REPLAYS = 12  # an open page holds so many tokens
 LADDERS = {"before": ["2,3,4,8"], "after": ["2,3,4,8", "blocks"]}
 
 
-def load(folder: str) -> Any:
-    """`run.py` of a version, with the kvlab of its folder."""
-    path = Path(folder, "benchmarks", "cache_plan", "run.py")
+def load() -> Any:
+    """`run.py` of the version that this process answers for, which lies beside its kvlab."""
+    import kvlab
+
+    path = Path(kvlab.__file__).parents[1] / "benchmarks" / "cache_plan" / "run.py"
     spec = importlib.util.spec_from_file_location("run", path)
     assert spec
     assert spec.loader
@@ -43,19 +44,24 @@ def load(folder: str) -> Any:
     return module
 
 
-def serve(folder: str) -> None:
-    """Answer lines of (head_dim, shape, ladder) on stdin with the times of a round."""
-    run = load(folder)
-    print("ready", flush=True)
-    for line in sys.stdin:
-        head_dim, shape, ladder = json.loads(line)
-        run.HEAD_DIM = head_dim
-        sizes = SHAPES[shape] + ((0,) if len(run.SHAPES["8 x 32K"]) == 6 else ())
-        model = run.Model(run.LADDERS[ladder][0], FRACTION, *sizes)
-        times = {**prefill(run, model), "append": append(run, model)}
-        del model
-        run.torch.cuda.empty_cache()
-        print("times", json.dumps(times), flush=True)
+def serve() -> None:
+    """Answer lines of [head_dim, shape, ladder] on stdin with the times of a round."""
+    answers = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):  # what a version prints is no answer
+        run = load()
+        for line in sys.stdin:
+            print(json.dumps(times_of(run, *json.loads(line))), file=answers, flush=True)
+
+
+def times_of(run: Any, head_dim: int, shape: str, ladder: str) -> dict[str, list[float]]:
+    """Microseconds of a round: a prefill, then appends."""
+    run.HEAD_DIM = head_dim
+    sizes = SHAPES[shape] + ((0,) if len(run.SHAPES["8 x 32K"]) == 6 else ())
+    model = run.Model(run.LADDERS[ladder][0], FRACTION, *sizes)
+    times = {**prefill(run, model), "append": append(run, model)}
+    del model
+    run.torch.cuda.empty_cache()
+    return times
 
 
 def prefill(run: Any, model: Any) -> dict[str, list[float]]:
@@ -131,46 +137,15 @@ def append(run: Any, model: Any) -> list[float]:
     return found
 
 
-class Version:
-    """A process that answers for one version."""
-
-    def __init__(self, folder: Path) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, "serve", str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join((str(folder), *_paths()))},
-        )  # fmt: skip
-
-    def ask(self, *case: Any) -> None:
-        assert self.process.stdin
-        print(json.dumps(case), file=self.process.stdin, flush=True)
-
-    def answer(self, word: str = "times") -> Any:
-        assert self.process.stdout
-        for line in self.process.stdout:
-            if line.startswith(word):
-                return json.loads(line[len(word) :].strip() or "null")
-        raise RuntimeError(f"a version ended with status {self.process.wait()}")
-
-
-def _paths() -> list[str]:
-    """Of PYTHONPATH, what is no checkout of kvlab."""
-    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return [path for path in paths if path and not Path(path, "kvlab").exists()]
-
-
-def measure(versions: dict[str, Version], rounds: int, head_dim: int, shape: str) -> dict[str, Any]:
+def measure(folders: dict[str, Path], rounds: int, head_dim: int, shape: str) -> dict[str, Any]:
     """Both versions in turns, each of them with its ladders."""
-    asked = [(name, ladder) for name in versions for ladder in LADDERS[name]]
-    found: dict[str, dict[str, list[float]]] = {f"{name} {ladder}": {} for name, ladder in asked}
-    for name, ladder in asked:  # both compile at once
-        versions[name].ask(head_dim, shape, ladder)
-    for name, _ in asked:
-        versions[name].answer()
-    for turn in range(rounds):
-        for name, ladder in asked if turn % 2 else asked[::-1]:
-            versions[name].ask(head_dim, shape, ladder)
-            for part, values in versions[name].answer().items():
-                found[f"{name} {ladder}"].setdefault(part, []).extend(values)
+    from kvlab.lab.benchmark.versions import ask_in_turns
+
+    asked = [((head_dim, shape, ladder), name) for name in folders for ladder in LADDERS[name]]
+    answers = ask_in_turns(__file__, folders, asked, rounds, arguments=["serve"], kernels="cuda")
+    found: dict[str, dict[str, list[float]]] = {}
+    for ((*_, ladder), name), each in answers.items():
+        found[f"{name} {ladder}"] = {part: [x for one in each for x in one[part]] for part in each[0]}
     medians = {
         name: {part: round(float(np.median(values)), 3) for part, values in parts.items()}
         for name, parts in found.items()
@@ -185,19 +160,13 @@ def measure(versions: dict[str, Version], rounds: int, head_dim: int, shape: str
 
 
 def cases(given: argparse.Namespace) -> list[Any]:
-    from kvlab.lab.benchmark import harness  # not above: the processes may be of a version without it
+    from kvlab.lab.benchmark import harness  # not above: a process that answers may be older than it
 
-    versions: dict[str, Version] = {}
-
-    def one(head_dim: int, shape: str) -> dict[str, Any]:
-        if not versions:
-            versions.update(before=Version(given.before), after=Version(given.after))
-            for version in versions.values():
-                version.answer("ready")
-        return measure(versions, given.rounds, head_dim, shape)
-
+    folders = {"before": given.before, "after": given.after}
     return [
-        harness.Case(f"{shape}, head_dim {head_dim}", partial(one, head_dim, shape))
+        harness.Case(
+            f"{shape}, head_dim {head_dim}", partial(measure, folders, given.rounds, head_dim, shape)
+        )
         for head_dim, shape in product(given.head_dims, SHAPES)
     ]
 
@@ -214,7 +183,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["serve"]:
-        serve(sys.argv[2])
+    if sys.argv[1:] == ["serve"]:
+        serve()
     else:
         raise SystemExit(main())

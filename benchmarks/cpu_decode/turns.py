@@ -14,6 +14,7 @@ import json
 import sys
 import time
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def serve() -> None:
 def measure(folders: dict[str, Path]) -> list[dict[str, Any]]:
     from kvlab.lab.benchmark.versions import ask_in_turns
 
-    found = ask_in_turns(__file__, folders, len(CASES), ROUNDS)
+    found = ask_in_turns(__file__, folders, [*product(range(len(CASES)), folders)], ROUNDS)
     rows: list[dict[str, Any]] = []
     for (case, name), times in sorted(found.items()):
         packed, dense = np.transpose(np.concatenate(times))
@@ -64,9 +65,7 @@ def measure(folders: dict[str, Path]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    from kvlab.lab.benchmark import (
-        harness,
-    )  # not above: the processes that answer may be of a version without it
+    from kvlab.lab.benchmark import harness  # not above: a process that answers may be older than it
 
     def cases(given: argparse.Namespace) -> list[harness.Case]:
         folders = {"before": given.before, "after": given.after}

@@ -1,8 +1,8 @@
-"""Two versions of kvlab on a CPU in turns, each answered for by a process of its own.
+"""Two versions of kvlab in turns, each answered for by a process of its own.
 
-A script that compares versions starts itself once for each checkout, without arguments: it then reads numbers
-of cases from stdin and answers each with a line of JSON. This module runs in the script that asks alone, for
-the processes that answer may be of a version without it.
+A script that compares versions starts itself once for each checkout, with arguments that tell it so: it then
+reads questions from stdin, a line of JSON each, and answers each with a line of JSON. This module runs in the
+script that asks alone, for the processes that answer may be of a version without it.
 """
 
 from __future__ import annotations
@@ -11,48 +11,71 @@ import json
 import os
 import subprocess
 import sys
-from itertools import product
+from collections.abc import Hashable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["Answers", "ask_in_turns"]
+__all__ = ["ask_in_turns"]
 
-Answers = dict[tuple[int, str], list[Any]]
-"""What a version, "before" or "after", answered to a case in each round."""
-_KERNELS = "from kvlab.jit.build import kernel_folder; print(kernel_folder('numba').resolve())"
+_KERNELS = (
+    "import sys; from kvlab.jit.build import kernel_folder; print(kernel_folder(sys.argv[1]).resolve())"
+)
+Question = TypeVar("Question", bound=Hashable)
 
 
-def ask_in_turns(script: str, folders: dict[str, Path], num_cases: int, rounds: int) -> Answers:
-    """Ask processes of `script`, one for each folder of a checkout, for every case in turns.
+def ask_in_turns(
+    script: str,
+    folders: dict[str, Path],
+    questions: Sequence[tuple[Question, str]],
+    rounds: int,
+    *,
+    arguments: Sequence[str] = (),
+    kernels: str = "numba",
+) -> dict[tuple[Question, str], list[Any]]:
+    """Ask processes of `script`, one for each folder of a checkout, every question in each round.
 
-    A first round, in which kernels compile, does not count. A folder that would run the kernels of another
-    version is a ValueError.
+    A question is a plain value with the name of the folder that it goes to; rounds go through them back and
+    forth. A first round, in which kernels compile, does not count. A folder that would run the kernels of
+    another version, "numba" or "cuda", is a ValueError, and a process that ends a RuntimeError.
     """
-    servers = {}
-    for name, folder in folders.items():
-        environment = os.environ | {"PYTHONPATH": str(folder.resolve()), "OMP_WAIT_POLICY": "PASSIVE"}
-        kernels = subprocess.check_output(
-            [sys.executable, "-c", _KERNELS], env=environment, cwd=folder, text=True
-        )
-        if not Path(kernels.strip()).is_relative_to(folder.resolve()):
-            raise ValueError(
-                f"{name}={folder} runs the kernels of another version, {kernels.strip()}: link kernels/numba "
-                "to kvlab/numba_kernels in it"
-            )
-        servers[name] = subprocess.Popen(
-            [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=environment,
-        )  # fmt: skip
-    found: Answers = {}
-    for turn, case in product(range(rounds + 1), range(num_cases)):
-        for name in sorted(servers, reverse=bool(turn % 2)):
-            asked, answered = servers[name].stdin, servers[name].stdout
-            assert asked
-            assert answered
-            print(case, file=asked, flush=True)
-            answer = json.loads(answered.readline())
+    servers = {name: _started(script, name, folders[name], arguments, kernels) for name in folders}
+    found: dict[tuple[Question, str], list[Any]] = {}
+    for turn in range(rounds + 1):
+        for question, name in questions[:: -1 if turn % 2 else 1]:
+            answer = _answer(servers[name], name, question)
             if turn:
-                found.setdefault((case, name), []).append(answer)
+                found.setdefault((question, name), []).append(answer)
     for server in servers.values():
         server.communicate()
     return found
+
+
+def _started(
+    script: str, name: str, folder: Path, arguments: Sequence[str], kernels: str
+) -> subprocess.Popen[str]:
+    """Start the process of a checkout, once it is sure that it would run its own kernels."""
+    root = folder.resolve()
+    others = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    path = [str(root), *(other for other in others if other and not Path(other, "kvlab").exists())]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "OMP_WAIT_POLICY": "PASSIVE"}
+    command = [sys.executable, "-c", _KERNELS, kernels]
+    used = Path(subprocess.check_output(command, env=environment, cwd=folder, text=True).strip())
+    if not used.is_relative_to(root):
+        raise ValueError(
+            f"{name}={folder} runs the kernels of another version, {used}: link kernels/{kernels} to "
+            f"kvlab/{kernels}_kernels in it"
+        )
+    return subprocess.Popen(
+        [sys.executable, script, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env=environment,
+    )  # fmt: skip
+
+
+def _answer(server: subprocess.Popen[str], name: str, question: Any) -> Any:
+    assert server.stdin
+    assert server.stdout
+    print(json.dumps(question), file=server.stdin, flush=True)
+    line = server.stdout.readline()
+    if not line:
+        raise RuntimeError(f"the process of {name} ended with status {server.wait()}")
+    return json.loads(line)
