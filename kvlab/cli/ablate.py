@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import count
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -22,45 +23,53 @@ from kvlab.cli.options import (
 
 if TYPE_CHECKING:
     from kvlab.lab.ablation.grid import AblationCase
+    from kvlab.lab.quality.model import Subject
+
+Shape = tuple[int | None, int | None, int | None, int | None]
+"""Layers, heads, KV heads, channels of a head: the options of a geometry."""
+Budget = Annotated[
+    float,
+    typer.Option(parser=fraction, metavar="BUDGET", help="Part of the float16 bytes: 0.3, 30% or 4.8bpe."),
+]
+Bits = Annotated[
+    str,
+    typer.Option(help="Widths, as 2,4,8; default: a cache's own ladder, with profiles if it is packed."),
+]
+Length = Annotated[int, typer.Option(parser=size, metavar="SIZE", help="Tokens in the cache.")]
+Packing = Annotated[
+    bool,
+    typer.Option(
+        "--use-bit-packing/--no-bit-packing",
+        help="Store codes packed, or with the same allocation one code a byte.",
+    ),
+]
+Device = Annotated[
+    str, typer.Option(help="Where the model reads and attention is timed: cpu, cuda or cuda:0.")
+]
+Seed = Annotated[int, typer.Option(help="Of synthetic data.")]
+Tasks = Annotated[
+    str, typer.Option(help="Only quality, by tasks (above), beside opponents of about the same bytes.")
+]
+Text = Annotated[
+    Literal["bible", "manual", "code"],
+    typer.Option(help="What --tasks read: a book, the manual or the source of this Python."),
+]
 
 
 def command(
-    budget: Annotated[
-        float,
-        typer.Option(
-            parser=fraction, metavar="BUDGET", help="Part of the float16 bytes: 0.3, 30% or 4.8bpe."
-        ),
-    ] = 0.5,
-    bits: Annotated[
-        str,
-        typer.Option(help="Widths, as 2,4,8; default: a cache's own ladder, with profiles if it is packed."),
-    ] = "default",
-    context_length: Annotated[
-        int, typer.Option(parser=size, metavar="SIZE", help="Tokens in the cache.")
-    ] = 2048,
-    use_bit_packing: Annotated[
-        bool,
-        typer.Option(
-            "--use-bit-packing/--no-bit-packing",
-            help="Store codes packed, or with the same allocation one code a byte.",
-        ),
-    ] = True,
-    device: Annotated[
-        str, typer.Option(help="Where the model reads and attention is timed: cpu, cuda or cuda:0.")
-    ] = "cpu",
+    budget: Budget = 0.5,
+    bits: Bits = "default",
+    context_length: Length = 2048,
+    use_bit_packing: Packing = True,
+    device: Device = "cpu",
     num_samples: NumSamples = 0,
     num_layers: NumLayers = None,
     num_heads: NumHeads = None,
     num_kv_heads: NumKvHeads = None,
     head_dim: HeadDim = None,
-    seed: Annotated[int, typer.Option(help="Of synthetic data.")] = 0,
-    tasks: Annotated[
-        str, typer.Option(help="Only quality, by tasks (above), beside opponents of about the same bytes.")
-    ] = "",
-    text: Annotated[
-        Literal["bible", "manual", "code"],
-        typer.Option(help="What --tasks read: a book, the manual or the source of this Python."),
-    ] = "bible",
+    seed: Seed = 0,
+    tasks: Tasks = "",
+    text: Text = "bible",
     as_json: Json = False,
     output: Output = None,
 ) -> None:
@@ -84,6 +93,7 @@ def command(
     Example: kvlab ablate --budget 0.3 --bits 2,4,8 --context-length 1K --output case.json
     """
     os.environ.setdefault("TQDM_DISABLE", "1")  # one bar is enough
+    shape = (num_layers, num_heads, num_kv_heads, head_dim)
     if tasks:
         if not use_bit_packing or num_layers is not None:
             raise ValueError(
@@ -91,28 +101,15 @@ def command(
                 "--num-layers, --num-heads, --num-kv-heads, --head-dim"
             )
         result = _run_tasks(tasks.split(","), budget, bits, context_length, num_samples, device, text)
-        emit_json(result, as_json=as_json, output=output)
-        if not as_json:
-            _show_tasks(result)
-        return
-    if text != "bible":
+    elif text != "bible":
         raise ValueError(f"--text {text} is read with --tasks; name some, or leave --text out")
-    from kvlab.cli.progress import bar
-    from kvlab.lab.ablation.run import run
-    from kvlab.lab.sweep.estimate import estimate
-    from kvlab.lab.targets import machine
-
-    shape = (num_layers, num_heads, num_kv_heads, head_dim)
-    case = make_case(budget, bits, context_length, use_bit_packing, device, num_samples, shape, seed)
-    machine(case.device)  # or an error that says what is missing
-    cost = estimate([case])  # or an error that says what memory it needs
-    if not cost.infeasible:
-        typer.echo("\n".join(cost.lines()), err=True)
-    with bar(case.name) as tick:
-        result = run(case, tick)
+    else:
+        result = _run_case(
+            make_case(budget, bits, context_length, use_bit_packing, device, num_samples, shape, seed)
+        )
     emit_json(result, as_json=as_json, output=output)
     if not as_json:
-        _show(result)
+        (_show_tasks if tasks else _show)(result)
 
 
 def make_case(
@@ -122,87 +119,67 @@ def make_case(
     use_packing: bool,
     device: str,
     num_samples: int,
-    shape: tuple[int | None, int | None, int | None, int | None],
+    shape: Shape,
     seed: int = 0,
 ) -> AblationCase:
-    """Return the case that the options stand for; a geometry (layers, heads, KV heads, channels) or none."""
+    """Return the case that the options stand for, of a geometry if there is one."""
     from kvlab.lab.ablation.grid import MODELS, AblationCase, Geometry
-    from kvlab.ladder import BITS, default_bits, is_ample
-
-    def case(model: str | None, geometry: Geometry) -> AblationCase:
-        own = default_bits(
-            geometry.head_dim,
-            frames_hold=model is not None and use_packing,
-            is_ample=is_ample(budget, context_length),
-        )
-        ladder = ",".join(map(str, own)) if bits == BITS else bits
-        return AblationCase(budget, ladder, context_length, use_packing, model, geometry, **options)
+    from kvlab.lab.targets import is_tiny
 
     kind, _, number = device.partition(":")
     if number not in ("", "0"):
         raise ValueError(
             f"device={device!r}: choose the GPU by CUDA_VISIBLE_DEVICES={number} and --device cuda"
         )
-    options: dict[str, Any] = {"device": kind, "num_samples": num_samples, "seed": seed}
     layers, heads, kv_heads, channels = shape
+    name = "tiny" if is_tiny() else "smollm2"
+    model, geometry = name if context_length <= MODELS[name].longest else None, MODELS[name].geometry
     if layers is not None and heads is not None and channels is not None:
-        return case(None, Geometry(layers, heads, kv_heads or heads, channels))
-    if any(value is not None for value in shape):
+        model, geometry = None, Geometry(layers, heads, kv_heads or heads, channels)
+    elif any(value is not None for value in shape):
         raise ValueError("a geometry takes --num-layers, --num-heads and --head-dim; give all three or none")
-    model = "tiny" if os.environ.get("KVLAB_TINY") == "1" else "smollm2"
-    known = MODELS[model]
-    return case(None if context_length > known.longest else model, known.geometry)
+    return AblationCase(budget, bits, context_length, use_packing, model, geometry, kind, num_samples, seed)
+
+
+def _run_case(case: AblationCase) -> dict[str, Any]:
+    """Say what a case costs, then measure it."""
+    from kvlab.cli.progress import bar
+    from kvlab.lab.ablation.run import run
+    from kvlab.lab.sweep.estimate import estimate
+    from kvlab.lab.targets import machine
+
+    machine(case.device)  # or an error that says what is missing
+    cost = estimate([case])  # or an error that says what memory it needs
+    if not cost.infeasible:
+        typer.echo("\n".join(cost.lines()), err=True)
+    with bar(case.name) as tick:
+        return run(case, tick)
 
 
 def _run_tasks(
     tasks: list[str], budget: float, bits: str, length: int, windows: int, device: str, text: str
 ) -> dict[str, Any]:
-    """Measure a held budget and its opponents; smaller texts for the tiny model."""
-    from dataclasses import replace
-
+    """Measure a held budget and its opponents."""
     from kvlab.cli.progress import bar
-    from kvlab.lab.ablation.grid import CHUNK, MODELS
-    from kvlab.lab.ablation.memory import refuse_too_large
     from kvlab.lab.quality.cases import held, opponents
-    from kvlab.lab.quality.model import load_smollm2, tiny_llama
     from kvlab.lab.quality.tasks import TASKS, run_tasks
-    from kvlab.lab.quality.text import TEXTS
     from kvlab.lab.results import provenance
-    from kvlab.lab.targets import machine
 
     if unknown := [task for task in tasks if task not in TASKS]:  # before the model is loaded
         raise ValueError(f"--tasks {','.join(unknown)}: not known; supported are {','.join(TASKS)}")
-    machine(device.partition(":")[0])  # or an error that says what is missing
-    tiny = os.environ.get("KVLAB_TINY") == "1"
-    known, scored, windows = MODELS["tiny" if tiny else "smollm2"], min(256, length // 4), windows or 8
-    if length + scored > known.longest:
-        raise ValueError(
-            f"--context-length {length} and {scored} tokens behind it are more than the {known.longest} that "
-            "the model was made for"
-        )
-    tokens = max(-(-(length + scored) // (2 * CHUNK)) * 2 * CHUNK, known.shortest)
-    case = make_case(budget, "default", tokens, True, device.partition(":")[0], 1, (None,) * 4)
-    refuse_too_large([case] * 4)  # this cache and three opponents are read beside each other
-    subject = tiny_llama() if tiny else load_smollm2()
-    subject.model.to(device)
-    if text != "bible":  # a model comes with the book, or with words of its own
-        name, read = TEXTS[text]
-        subject = replace(subject, text_name=name, text=read())
-    config, others = subject.model.config, opponents(subject.model.config, budget)
-    done = 0
+    scored, windows = min(256, length // 4), windows or 8
+    _refuse_what_cannot_run(budget, length, scored, device.partition(":")[0])
+    subject = _subject(text, device)
+    config = subject.model.config
+    others = opponents(config, budget)
+    found: dict[str, Any] = {}
+    done, total = count(1), len(tasks) * windows * (2 * len(others) + 1)
     with bar(f"budget {budget:g}, {1 + len(others)} caches") as tick:
-
-        def count(name: str) -> None:
-            nonlocal done
-            done += 1
-            tick(done, len(tasks) * windows * (2 * len(others) + 1))
-
-        found: dict[str, Any] = {}
         for task in tasks:  # a budget that holds at every length holds no call of 10 tokens
             plan_length = length + scored if task.endswith("short") else 1
             cases = [*held(config, [budget], bits=bits, plan_length=plan_length), *others]
             sizes: dict[str, Any] = {"length": length, "scored": scored, "windows": windows, "bits": bits}
-            found |= run_tasks(subject, cases, [task], **sizes, progress=count)
+            found |= run_tasks(subject, cases, [task], **sizes, progress=lambda _: tick(next(done), total))
     return {
         "schema": "kvlab quality tasks 1",
         "config": {"budget": budget, "bits": bits, "context_length": length, "windows": windows},
@@ -212,6 +189,40 @@ def _run_tasks(
         "tasks": found,
         "provenance": provenance(),
     }
+
+
+def _refuse_what_cannot_run(budget: float, length: int, scored: int, device: str) -> None:
+    """Refuse tasks without their device, beyond the tokens of the model, or of too much memory."""
+    from kvlab.lab.ablation.grid import CHUNK, MODELS
+    from kvlab.lab.ablation.memory import refuse_too_large
+    from kvlab.lab.targets import is_tiny, machine
+
+    machine(device)  # or an error that says what is missing
+    known = MODELS["tiny" if is_tiny() else "smollm2"]
+    if length + scored > known.longest:
+        raise ValueError(
+            f"--context-length {length} and {scored} tokens behind it are more than the {known.longest} that "
+            "the model was made for"
+        )
+    tokens = max(-(-(length + scored) // (2 * CHUNK)) * 2 * CHUNK, known.shortest)
+    case = make_case(budget, "default", tokens, True, device, 1, (None,) * 4)
+    refuse_too_large([case] * 4)  # this cache and three opponents are read beside each other
+
+
+def _subject(text: str, device: str) -> Subject:
+    """The model on its device, with the text that it is to read."""
+    from dataclasses import replace
+
+    from kvlab.lab.quality.model import load_smollm2, tiny_llama
+    from kvlab.lab.quality.text import TEXTS
+    from kvlab.lab.targets import is_tiny
+
+    subject = tiny_llama() if is_tiny() else load_smollm2()
+    subject.model.to(device)
+    if text == "bible":  # a model comes with the book, or with words of its own
+        return subject
+    name, read = TEXTS[text]
+    return replace(subject, text_name=name, text=read())
 
 
 def _show_tasks(result: dict[str, Any]) -> None:

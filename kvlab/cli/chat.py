@@ -14,38 +14,44 @@ _NAMES = {"model_or_path": "MODEL", "cache_budget": "--budget", "max_seqlen": "-
           "device": "--device", "temperature": "--temperature"}  # fmt: skip
 
 
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="Folder of a model with its tokenizer, or its name in the Hugging Face cache of this "
+        "machine; or a known size, for example pythia-2.8b, with random weights: its tokens are bytes "
+        "and numbers."
+    ),
+]
+Budget = Annotated[
+    str | None,
+    typer.Option(
+        help="Budget of the KV cache: 0.3 or 4.25bpe, of what --max-seqlen tokens take; 6GiB; default: "
+        "16 bits."
+    ),
+]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")]
+MaxSeqlen = Annotated[
+    int | None,
+    typer.Option(min=2, help="Tokens of the whole talk at most; default: what the model takes, up to 2,048."),
+]
+Temperature = Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")]
+TopP = Annotated[
+    float,
+    typer.Option(min=0, max=1, help="Draw among the likeliest tokens whose probabilities add up to this."),
+]
+Seed = Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Seed of the draws.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:1.")]
+
+
 def command(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="Folder of a model with its tokenizer, or its name in the Hugging Face cache of this "
-            "machine; or a known size, for example pythia-2.8b, with random weights: its tokens are bytes "
-            "and numbers."
-        ),
-    ],
-    budget: Annotated[
-        str | None,
-        typer.Option(
-            help="Budget of the KV cache: 0.3 or 4.25bpe, of what --max-seqlen tokens take; 6GiB; default: "
-            "16 bits."
-        ),
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 256,
-    max_seqlen: Annotated[
-        int | None,
-        typer.Option(
-            min=2, help="Tokens of the whole talk at most; default: what the model takes, up to 2,048."
-        ),
-    ] = None,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 0.7,
-    top_p: Annotated[
-        float,
-        typer.Option(
-            min=0, max=1, help="Draw among the likeliest tokens whose probabilities add up to this."
-        ),
-    ] = 0.9,
-    seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Seed of the draws.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:1.")] = "cpu",
+    model: Model,
+    budget: Budget = None,
+    max_new_tokens: MaxNewTokens = 256,
+    max_seqlen: MaxSeqlen = None,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 0.9,
+    seed: Seed = 0,
+    device: Device = "cpu",
     as_json: Json = False,
     output: Output = None,
 ) -> None:

@@ -29,36 +29,44 @@ GPU_ROWS = 20
 """Windows that a GPU reads at once."""
 LONG = 8_192
 """Tokens from which on a run is long."""
+TOKENS = {(False, False): 4_000, (False, True): 40_000, (True, False): 200, (True, True): 400}
+"""To score, for the real model and the tiny one, without --full and with it."""
+
+
+Full = Annotated[
+    bool, typer.Option("--full", help="Ten times the text, controls at equal bytes, transformers' caches.")
+]
+Folder = Annotated[
+    Path, typer.Option("--output", "-o", metavar="DIR", help="Folder for the table, the figure, the data.")
+]
+Tokens = Annotated[
+    int | None,
+    typer.Option(parser=size, metavar="SIZE", help="Tokens to score; default 4000, with --full 40000."),
+]
+Budgets = Annotated[
+    str, typer.Option(help="Budgets of the mixed caches: fractions of float16, separated by commas.")
+]
+Groups = Annotated[
+    str | None,
+    typer.Option(help="Which caches: kvlab (default), controls, hqq, quanto; with --full all of them."),
+]
+Device = Annotated[
+    Literal["cpu", "cuda"], typer.Option(help="Where model and caches are; cuda: one process.")
+]
+Processes = Annotated[
+    int | None, typer.Option(min=1, help="Processes; default as processors and memory allow, at most 4.")
+]
 
 
 def command(
-    full: Annotated[
-        bool,
-        typer.Option("--full", help="Ten times the text, controls at equal bytes, transformers' caches."),
-    ] = False,
-    output: Annotated[
-        Path,
-        typer.Option("--output", "-o", metavar="DIR", help="Folder for the table, the figure, the data."),
-    ] = Path("kvlab-demo"),
+    full: Full = False,
+    output: Folder = Path("kvlab-demo"),
     as_json: Json = False,
-    tokens: Annotated[
-        int | None,
-        typer.Option(parser=size, metavar="SIZE", help="Tokens to score; default 4000, with --full 40000."),
-    ] = None,
-    budgets: Annotated[
-        str, typer.Option(help="Budgets of the mixed caches: fractions of float16, separated by commas.")
-    ] = BUDGETS,
-    groups: Annotated[
-        str | None,
-        typer.Option(help="Which caches: kvlab (default), controls, hqq, quanto; with --full all of them."),
-    ] = None,
-    device: Annotated[
-        Literal["cpu", "cuda"], typer.Option(help="Where model and caches are; cuda: one process.")
-    ] = "cpu",
-    processes: Annotated[
-        int | None,
-        typer.Option(min=1, help="Processes; default as processors and memory allow, at most 4."),
-    ] = None,
+    tokens: Tokens = None,
+    budgets: Budgets = BUDGETS,
+    groups: Groups = None,
+    device: Device = "cpu",
+    processes: Processes = None,
 ) -> None:
     """Read a book with a real model from packed caches: bytes against quality.
 
@@ -75,28 +83,23 @@ def command(
     parts = _fractions(budgets)
     if tokens is not None and tokens < 1:
         raise typer.BadParameter(f"--tokens {tokens}: at least 1 token is to be scored")
-    from rich.console import Console
-
     from kvlab.lab import targets
     from kvlab.lab.quality.checkpoint import Checkpoint
+    from kvlab.lab.quality.comparison import Comparison, write_files
     from kvlab.lab.quality.workers import processes_for
+    from kvlab.lab.results import provenance
 
     if device == "cuda":
         targets.machine("cuda")  # or say why not
         processes = 1
-    tiny = os.environ.get("KVLAB_TINY") == "1"
-    usual = (400 if tiny else 40_000) if full else (200 if tiny else 4_000)
-    wanted = usual if tokens is None else tokens
-    plan = _plan(parts, _groups(groups, full, tiny), tiny, wanted, device)
+    tiny = targets.is_tiny()
+    tokens = tokens or TOKENS[tiny, full]
+    plan = _plan(parts, _groups(groups, full, tiny), tiny, tokens, device)
     output.mkdir(parents=True, exist_ok=True)
     checkpoint = Checkpoint(output, plan.settings)
     result = _compare(plan, checkpoint, processes or (1 if tiny else processes_for(plan)))
-
-    from kvlab.lab.quality.comparison import Comparison, write_files
-    from kvlab.lab.results import provenance
-
     result.provenance = provenance(
-        tokens=wanted, budgets=budgets, groups=",".join(plan.groups), device=_device_name(device)
+        tokens=tokens, budgets=budgets, groups=",".join(plan.groups), device=_device_name(device)
     )
     rows = result.rows([] if tiny else [Comparison.read(path) for path in sorted(RESULTS.glob(RECORDED))])
     paths = write_files(result, rows, output)
@@ -104,12 +107,7 @@ def command(
     if as_json:
         typer.echo(result.to_json())
     else:
-        from kvlab.lab.quality.report import WIDE
-
-        # Pipes and logs are as wide as the table.
-        console = Console() if Console().is_terminal else Console(width=WIDE)
-        _show(console, result, rows)
-        console.print("Written: " + ", ".join(map(str, paths)), highlight=False)
+        _show(result, rows, paths)
 
 
 def _fractions(text: str) -> tuple[float, ...]:
@@ -171,39 +169,31 @@ def _device_name(device: str) -> str:
     return device if device == "cpu" else ", ".join(gpu["name"] for gpu in report()["gpus"])
 
 
-def _show_held(console: Console) -> None:
-    """What is harder than the demo, as it was recorded with SmolLM2."""
-    from kvlab.lab.quality.recorded import read_held
-    from kvlab.lab.results import to_table
+def _show(result: Comparison, rows: list[Row], paths: list[Path]) -> None:
+    from rich.console import Console
 
-    if not (paths := sorted(RESULTS.glob(HELD))):
-        return
-    console.print(
-        "\n[bold]Harder[/bold], recorded earlier: the budget holds at every length, tokens come one by one "
-        "behind a prompt of 1,024, and numbers in a text are asked for when it has been read",
-        highlight=False,
-    )
-    console.print(to_table(read_held(paths[-1]), "", left=("cache",)), highlight=False)
-    console.print(
-        "[bold]found[/bold]: of the answers that full precision finds; [bold]log p lost[/bold]: of the right "
-        f"answers, nats\nFrom benchmarks/results/{paths[-1].name}; kvlab ablate --budget 0.2 "
-        "--context-length 1K --tasks single,retrieval measures such figures",
-        highlight=False,
-    )
+    from kvlab.lab.quality.report import WIDE, to_table, verdicts
+
+    # Pipes and logs are as wide as the table.
+    console = Console(highlight=False) if Console().is_terminal else Console(width=WIDE, highlight=False)
+    length, windows = result.protocol["length"], len(result.scores[0].starts)
+    title = f"{result.model} reads the {result.text}: {windows} windows of {length} tokens, "
+    console.print(to_table(rows, f"{title}{result.scored:,} scored", console.width))
+    for word, meaning in _explained(result, rows).items():
+        console.print(f"[bold]{word}[/bold]: {meaning}")
+    if lines := verdicts(rows):
+        console.print("\n[bold]Against the best that fits into the same bytes[/bold]", *lines, sep="\n")
+    _show_held(console)
+    if result.races:
+        console.print("\n[bold]GPU against CPU[/bold], a chunk of one window, tokens a second")
+    for race, (gpu, cpu) in result.races.items():
+        console.print(f"behind {int(race):,} tokens: {gpu:,.0f} and {cpu:,.0f}, {gpu / cpu:.1f} times")
+    _show_continuations(console, result)
+    console.print("Written: " + ", ".join(map(str, paths)))
 
 
-def _show(console: Console, result: Comparison, rows: list[Row]) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
-    from kvlab.lab.quality.report import to_table, verdicts
-
-    protocol, windows = result.protocol, len(result.scores[0].starts)
-    title = (
-        f"{result.model} reads the {result.text}: {windows} windows of {protocol['length']} tokens, "
-        f"{result.scored:,} scored"
-    )
-    console.print(to_table(rows, title, console.width), highlight=False)
+def _explained(result: Comparison, rows: list[Row]) -> dict[str, str]:
+    """What the columns of the table mean."""
     explained = {
         "MiB, bits": "what the cache of one window takes at its end, and that for each element of K and V: "
         "codes, scales, positions, importance, tables and exact tokens are counted",
@@ -213,28 +203,40 @@ def _show(console: Console, result: Comparison, rows: list[Row]) -> None:
         "KL": "mean divergence of the predictions from those of full precision, ± standard error",
         "last quarter": "KL of the last quarter of these tokens, where the cache is fullest",
         "top-1": "how often the most probable token is the same",
-        "tok/s": f"the whole model, {protocol['chunk']} tokens of a window at once, beside other processes",
+        "tok/s": f"the whole model, {result.protocol['chunk']} tokens of a window at once, beside other "
+        "processes",
     }
-    earlier = sorted({row.windows for row in rows if row.recorded})
-    if earlier:
-        read = " or ".join(map(str, earlier))
+    if earlier := sorted({row.windows for row in rows if row.recorded}):
         explained["*"] = (
-            f"transformers' QuantizedCache, recorded earlier on {read} of these {windows} windows: "
-            f"benchmarks/results/{RECORDED}"
+            f"transformers' QuantizedCache, recorded earlier on {' or '.join(map(str, earlier))} of these "
+            f"{len(result.scores[0].starts)} windows: benchmarks/results/{RECORDED}"
         )
-    for word, meaning in explained.items():
-        console.print(f"[bold]{word}[/bold]: {meaning}", highlight=False)
-    for number, line in enumerate(verdicts(rows)):
-        if number == 0:
-            console.print("\n[bold]Against the best that fits into the same bytes[/bold]")
-        console.print(line, highlight=False)
-    _show_held(console)
-    if result.races:
-        console.print(
-            "\n[bold]GPU against CPU[/bold], a chunk of one window, tokens a second", highlight=False
-        )
-    for length, (gpu, cpu) in result.races.items():
-        console.print(f"behind {int(length):,} tokens: {gpu:,.0f} and {cpu:,.0f}, {gpu / cpu:.1f} times")
+    return explained
+
+
+def _show_held(console: Console) -> None:
+    """What is harder than the demo, as it was recorded with SmolLM2."""
+    from kvlab.lab.quality.recorded import read_held
+    from kvlab.lab.results import to_table
+
+    if not (paths := sorted(RESULTS.glob(HELD))):
+        return
+    console.print(
+        "\n[bold]Harder[/bold], recorded earlier: the budget holds at every length, tokens come one by one "
+        "behind a prompt of 1,024, and numbers in a text are asked for when it has been read"
+    )
+    console.print(to_table(read_held(paths[-1]), "", left=("cache",)))
+    console.print(
+        "[bold]found[/bold]: of the answers that full precision finds; [bold]log p lost[/bold]: of the right "
+        f"answers, nats\nFrom benchmarks/results/{paths[-1].name}; kvlab ablate --budget 0.2 "
+        "--context-length 1K --tasks single,retrieval measures such figures"
+    )
+
+
+def _show_continuations(console: Console, result: Comparison) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
     side_by_side = Table(
         title=f"\nThe same prompt continued. It ends: ...{escape(result.prompt)}",
         title_justify="left",
@@ -244,4 +246,4 @@ def _show(console: Console, result: Comparison, rows: list[Row]) -> None:
         speed = f"{written.nbytes / 2**20:.1f} MiB at the end, {written.seconds:.0f} s"
         side_by_side.add_column(f"{name} ({speed})", ratio=1)
     side_by_side.add_row(*(escape(written.text) for written in result.continuations.values()))
-    console.print(side_by_side, highlight=False)
+    console.print(side_by_side)

@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,7 +27,9 @@ from kvlab.cli.options import (
 )
 
 if TYPE_CHECKING:
+    from kvlab.cli.progress import Tick
     from kvlab.lab.ablation.grid import AblationCase
+    from kvlab.lab.sweep.manifest import Manifest
 
 __all__ = ["group"]
 
@@ -46,7 +49,12 @@ def plan(
     budgets: Annotated[
         str, typer.Option(help="Parts of the float16 bytes, as 0.3 or 30%, separated by spaces.")
     ] = "0.2 0.3 0.4 0.5 0.6 0.7",
-    bits: Annotated[str, typer.Option(help="Ladders, separated by spaces.")] = "2,3,4,8 4,8 2,4,8",
+    bits: Annotated[
+        str,
+        typer.Option(
+            help="Ladders, separated by spaces; default: a cache's own, with profiles if all are packed."
+        ),
+    ] = "2,3,4,8 4,8 2,4,8",
     contexts: Annotated[
         str, typer.Option(help="Tokens in the cache, separated by spaces.")
     ] = "512 1K 2K 4K 8K",
@@ -132,21 +140,9 @@ def run(
     if any(manifest.cases[number].device == "cuda" for number in numbers):
         machine("cuda")  # or an error that says what is missing
     outcomes: Counter[str] = Counter()
-
-    def report(number: int, outcome: str) -> None:
-        outcomes[outcome] += 1
-        done = sum(outcomes.values())
-        if sys.stderr.isatty():
-            failed = sum(count for name, count in outcomes.items() if name not in _WELL)
-            note = f"{done}/{len(numbers)}, failed {failed}, last: {manifest.cases[number].name}"
-            tick(done, len(numbers), note)
-        else:
-            typer.echo(f"{done}/{len(numbers)} {manifest.cases[number].name}: {outcome}", err=True)
-        if asked:
-            raise _Stopped(asked[0])
-
     try:
         with _signals_stop() as asked, bar(str(folder)) as tick:
+            report = partial(_report, manifest, len(numbers), outcomes, tick, asked)
             run_cases(folder, manifest, numbers, processes=processes, timeout=timeout, report=report)
     except _Stopped as stopped:
         requeued = stopped.args[0] == signal.SIGUSR1 and requeue_this_job()
@@ -158,6 +154,27 @@ def run(
         typer.echo(closing(folder, manifest))
     if set(outcomes) - _WELL:
         raise typer.Exit(1)
+
+
+def _report(
+    manifest: Manifest,
+    total: int,
+    outcomes: Counter[str],
+    tick: Tick,
+    asked: list[int],
+    number: int,
+    outcome: str,
+) -> None:
+    """Count what became of a case and say it: on the bar of a terminal, in a line of a log."""
+    outcomes[outcome] += 1
+    done, name = sum(outcomes.values()), manifest.cases[number].name
+    if sys.stderr.isatty():
+        failed = sum(count for kind, count in outcomes.items() if kind not in _WELL)
+        tick(done, total, f"{done}/{total}, failed {failed}, last: {name}")
+    else:
+        typer.echo(f"{done}/{total} {name}: {outcome}", err=True)
+    if asked:
+        raise _Stopped(asked[0])
 
 
 @group.command()

@@ -6,13 +6,14 @@ parts where there is a GPU that can be used; where not, it says why and goes on,
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvlab import device
 from kvlab.sizes import format_size
 
-__all__ = ["DEVICES", "PARTS", "TARGETS", "Machine", "machine", "resolve"]
+__all__ = ["DEVICES", "PARTS", "TARGETS", "Machine", "is_tiny", "machine", "resolve"]
 
 ROOT = Path(__file__).parents[2]
 DEVICES = ("auto", "cpu", "cuda")
@@ -30,6 +31,11 @@ class Machine:
 
     devices: tuple[str, ...]
     skipped: dict[str, str] = field(default_factory=dict)
+
+
+def is_tiny() -> bool:
+    """Whether ``KVLAB_TINY=1`` shrinks every job, for tests."""
+    return os.environ.get("KVLAB_TINY") == "1"
 
 
 def resolve(target: str, more: tuple[str, ...] = ()) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ impossible here are skipped with the reason, for example all GPU checks on a mac
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +17,7 @@ from kvlab import environment
 from kvlab.lab.accuracy import SHAPES, validate_attention
 from kvlab.lab.page_attention import to_gpu
 from kvlab.lab.results import Row, provenance
-from kvlab.lab.targets import Machine, resolve
+from kvlab.lab.targets import Machine, is_tiny, resolve
 from kvlab.ops.packed import packed_attention
 from kvlab.registry import BACKENDS, all_rows
 
@@ -76,7 +75,7 @@ def run(target: str, where: Machine, *, release: bool = False, repeats: int = 1)
 
 
 def _shapes(release: bool) -> Any:
-    if os.environ.get("KVLAB_TINY") == "1":
+    if is_tiny():
         return SHAPES[:2]
     return SHAPES if release else SHAPES[:-1]
 

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
-from kvlab.ladder import parse_bits
+from kvlab.ladder import BITS as DEFAULT_BITS
+from kvlab.ladder import default_bits, is_ample, parse_bits
 
 __all__ = ["BITS", "BUDGETS", "CONTEXTS", "MODELS", "AblationCase", "Geometry", "make_grid", "within_model"]
 
@@ -105,7 +106,8 @@ class AblationCase:
     budget : float
         Fraction of the float16 bytes of the context.
     bits : str
-        Ladder, as `kvlab.MixedPrecisionCache` takes it.
+        Ladder, as `kvlab.MixedPrecisionCache` takes it; "default" becomes that of a cache that names none,
+        with profiles if the cache is a model's and packed.
     context_length : int
         Tokens in the cache, a multiple of 128.
     use_packing : bool
@@ -146,6 +148,8 @@ class AblationCase:
     def __post_init__(self) -> None:
         if not 0 < self.budget <= 1:
             raise ValueError(f"budget={self.budget!r} must be a fraction of float16: above 0, at most 1")
+        if self.bits == DEFAULT_BITS:
+            object.__setattr__(self, "bits", self._own_bits())
         parse_bits(self.bits, self.geometry.num_layers)
         if self.context_length < MULTIPLE or self.context_length % MULTIPLE:
             raise ValueError(f"context_length={self.context_length!r} must be a multiple of {MULTIPLE}")
@@ -174,6 +178,12 @@ class AblationCase:
                 f"num_samples={self.num_samples}: the text of model={self.model!r} holds {most} windows of "
                 f"{self.context_length} tokens; take {most} at most, or 0 for as many as are usual"
             )
+
+    def _own_bits(self) -> str:
+        frames_hold = self.model is not None and self.use_packing
+        ample = is_ample(self.budget, self.context_length)
+        own = default_bits(self.geometry.head_dim, frames_hold=frames_hold, is_ample=ample)
+        return ",".join(map(str, own))
 
     @property
     def name(self) -> str:
@@ -254,6 +264,9 @@ def make_grid(
 ) -> tuple[AblationCase, ...]:
     """Return every combination, all else as in `like`; packed and unpacked stand side by side.
 
+    A ladder "default" is that of each budget and context, with profiles if all cases are packed: else those
+    that differ in packing alone could not be compared.
+
     Raises
     ------
     ValueError
@@ -265,7 +278,10 @@ def make_grid(
     180
     """
     cases = tuple(
-        replace(within_model(like, context), budget=budget, bits=ladder, use_packing=packed)
+        replace(
+            replace(within_model(like, context), budget=budget, bits=ladder, use_packing=all(packing)),
+            use_packing=packed,
+        )
         for context, ladder, budget, packed in itertools.product(contexts, bits, budgets, packing)
     )
     names = [case.name for case in cases]

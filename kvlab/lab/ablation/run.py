@@ -32,6 +32,7 @@ from kvlab.lab.ablation.synthetic import EvaluatedCache, fill, new_cache, query
 from kvlab.lab.ablation.unpacked import page_nbytes, unpack_pages
 from kvlab.lab.page_attention import time_layers
 from kvlab.lab.results import provenance
+from kvlab.lab.targets import is_tiny
 from kvlab.ops.packed import packed_attention
 from kvlab.pages import LayerPages
 
@@ -203,7 +204,7 @@ def _performance(
     """Time the attention of one new token over the stored tokens of all layers, once it is right."""
     q = query(case)
     expected = packed_attention(q, packed[0], backend="reference").out
-    repeats = 3 if os.environ.get("KVLAB_TINY") == "1" else 20
+    repeats = 3 if is_tiny() else 20
     what = f"attention over the pages of {case.name}"
     timed = time_layers(pages, q, expected, device=case.device, repeats=repeats, what=what)
     latency = timed.timing.latency()
@@ -229,7 +230,7 @@ def _provenance(case: AblationCase, backend: str | None, seconds: float) -> dict
     guard.refuse_throttled(state)
     return {
         **_machine(),
-        "settings": {"tiny": os.environ.get("KVLAB_TINY") == "1"},
+        "settings": {"tiny": is_tiny()},
         "case_id": case.id,
         "seed": case.seed,
         "backend": backend,

@@ -248,45 +248,50 @@ def _print(head: str, found: dict[str, Any]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark from a shell."""
+    options = _parsed(arguments)
+    if options.model:
+        _print_model(options)
+        return 0
+    results: list[dict[str, Any]] = []
+    sets: list[dict[str, Any]] = []
+    with process_group(datetime.timedelta(seconds=options.timeout)) as (rank, ranks, device):
+        options.dtype = options.dtype or ("bfloat16" if device.startswith("cuda") else "float32")
+        for tokens, name in ((tokens, name) for tokens in options.tokens for name in options.sets):
+            found = _measure_set(tokens, name, options, rank, ranks, device)
+            results += found
+            sets.append({"ranks": ranks, "tokens": tokens, "set": name, **_efficiencies(found, ranks)})
+            if rank == 0 and len(found) > 1:
+                _print(f"{ranks} ranks, {tokens} tokens of a rank, {name} lengths together", sets[-1])
+            if rank == 0 and options.output:
+                _write(options, results, sets)
+    return 0
+
+
+def _parsed(arguments: list[str] | None) -> argparse.Namespace:
+    """The options, or an error that says which do not fit together."""
     parser = argparse.ArgumentParser(
         prog="python -m kvlab.parallel.benchmark",
         description="Time zigzag-llama3 over ranks beside one device, no communication, and peers.",
         epilog="example: torchrun --nproc_per_node=2 -m kvlab.parallel.benchmark --output cp.json",
     )
-    parser.add_argument(
-        "--tokens", type=positive, nargs="+", default=(8192, 16384), help="tokens of a rank (8192 16384)"
-    )
-    parser.add_argument("--sets", choices=sorted(SETS), nargs="+", default=("fixed",), help="lengths (fixed)")
-    parser.add_argument("--heads", type=positive, nargs=2, default=(32, 8), help="query and KV heads (32 8)")
-    parser.add_argument("--head-dim", type=positive, default=128, help="channels of a head (128)")
-    parser.add_argument("--stride", type=positive, default=4, help="KV heads that are gathered at once (4)")
-    parser.add_argument("--implementation", choices=("separate", "listed", "paired"), help="see the function")
-    parser.add_argument(
-        "--dtype", choices=("float32", "float16", "bfloat16"), help="bfloat16 on GPUs, else float32"
-    )
-    parser.add_argument(
-        "--peers",
-        choices=PEERS,
-        nargs="*",
-        default=PEERS,
-        help=f"run beside, where they can ({' '.join(PEERS)})",
-    )
-    parser.add_argument("--repeats", type=positive, default=5, help="rounds (5)")
-    parser.add_argument("--seconds", type=float, default=0.2, help="of a loop, at least (0.2)")
-    parser.add_argument(
-        "--timeout", type=float, default=120, help="seconds until a silent rank ends all (120)"
-    )
-    parser.add_argument("--output", type=Path, help="write the results to this JSON file")
-    parser.add_argument(
-        "--model", action="store_true", help="compute larger groups by the model; needs no ranks"
-    )
-    parser.add_argument(
-        "--tflops", type=float, default=700.0, help="of one device's forward, for --model (700)"
-    )
-    parser.add_argument(
-        "--backward-tflops", type=float, default=600.0, help="of its backward, for --model (600)"
-    )
-    parser.add_argument("--gbytes", type=float, default=290.0, help="bus GB/s of a gather, for --model (290)")
+    add = parser.add_argument
+    add("--tokens", type=positive, nargs="+", default=(8192, 16384), help="tokens of a rank (8192 16384)")
+    add("--sets", choices=sorted(SETS), nargs="+", default=("fixed",), help="lengths (fixed)")
+    add("--heads", type=positive, nargs=2, default=(32, 8), help="query and KV heads (32 8)")
+    add("--head-dim", type=positive, default=128, help="channels of a head (128)")
+    add("--stride", type=positive, default=4, help="KV heads that are gathered at once (4)")
+    add("--implementation", choices=("separate", "listed", "paired"), help="see the function")
+    add("--dtype", choices=("float32", "float16", "bfloat16"), help="bfloat16 on GPUs, else float32")
+    beside = f"run beside, where they can ({' '.join(PEERS)})"
+    add("--peers", choices=PEERS, nargs="*", default=PEERS, help=beside)
+    add("--repeats", type=positive, default=5, help="rounds (5)")
+    add("--seconds", type=float, default=0.2, help="of a loop, at least (0.2)")
+    add("--timeout", type=float, default=120, help="seconds until a silent rank ends all (120)")
+    add("--output", type=Path, help="write the results to this JSON file")
+    add("--model", action="store_true", help="compute larger groups by the model; needs no ranks")
+    add("--tflops", type=float, default=700.0, help="of one device's forward, for --model (700)")
+    add("--backward-tflops", type=float, default=600.0, help="of its backward, for --model (600)")
+    add("--gbytes", type=float, default=290.0, help="bus GB/s of a gather, for --model (290)")
     options = parser.parse_args(arguments)
     heads_q, heads_kv = options.heads
     if heads_q % heads_kv:
@@ -296,33 +301,26 @@ def main(arguments: list[str] | None = None) -> int:
     for tokens in options.tokens:
         if tokens % 8:
             parser.error(f"--tokens {tokens}: a rank's tokens must be a multiple of 8")
-    if options.model:
-        _print_model(options)
-        return 0
-    results: list[dict[str, Any]] = []
-    sets: list[dict[str, Any]] = []
-    with process_group(datetime.timedelta(seconds=options.timeout)) as (rank, ranks, device):
-        options.dtype = options.dtype or ("bfloat16" if device.startswith("cuda") else "float32")
-        for tokens, name in ((tokens, name) for tokens in options.tokens for name in options.sets):
-            of_set = []
-            for pattern in SETS[name]:
-                lengths = lengths_of(pattern, tokens, ranks)
-                found = _measure(
-                    Case(lengths, options, rank, ranks, device), options.repeats, options.seconds
-                )
-                of_set.append(found)
-                results.append({"ranks": ranks, "lengths": lengths, **found})
-                if rank == 0:
-                    _print(f"{ranks} ranks, sequences of {', '.join(map(str, lengths))} tokens", found)
-            sets.append({"ranks": ranks, "tokens": tokens, "set": name, **_efficiencies(of_set, ranks)})
-            if rank == 0 and len(of_set) > 1:
-                _print(f"{ranks} ranks, {tokens} tokens of a rank, {name} lengths together", sets[-1])
-            if rank == 0 and options.output:
-                settings = {
-                    "stride": options.stride,
-                    "heads": str(options.heads),
-                    "head_dim": options.head_dim,
-                }
-                document = {"provenance": provenance(**settings), "results": results, "sets": sets}
-                options.output.write_text(json.dumps(document, indent=1) + "\n")
-    return 0
+    return options
+
+
+def _measure_set(
+    tokens: int, name: str, options: argparse.Namespace, rank: int, ranks: int, device: str
+) -> list[dict[str, Any]]:
+    """Measure every pattern of a set, and print it on the first rank."""
+    results = []
+    for pattern in SETS[name]:
+        lengths = lengths_of(pattern, tokens, ranks)
+        case = Case(lengths, options, rank, ranks, device)
+        results.append(
+            {"ranks": ranks, "lengths": lengths, **_measure(case, options.repeats, options.seconds)}
+        )
+        if rank == 0:
+            _print(f"{ranks} ranks, sequences of {', '.join(map(str, lengths))} tokens", results[-1])
+    return results
+
+
+def _write(options: argparse.Namespace, results: list[dict[str, Any]], sets: list[dict[str, Any]]) -> None:
+    settings = {"stride": options.stride, "heads": str(options.heads), "head_dim": options.head_dim}
+    document = {"provenance": provenance(**settings), "results": results, "sets": sets}
+    options.output.write_text(json.dumps(document, indent=1) + "\n")

@@ -6,7 +6,6 @@ same moment (`kvlab.lab.benchmark.baseline`).
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -82,7 +81,7 @@ def run(case: str, options: Options) -> dict[str, Any]:
         raise NotImplementedError(f"device={options.device!r}: the case {case} runs on {supported}")
     if options.device == "cuda":
         targets.machine("cuda")
-    if os.environ.get("KVLAB_TINY") == "1":
+    if targets.is_tiny():
         size = min(options.size, 2**20)
         options = replace(options, size=size, repeats=1, contexts="128", seqlens="256", tiny=True)
     name, _, function = CASES[case][options.device].partition(":")
