@@ -26,7 +26,7 @@ from kvlab.integrations.transformers import ATTENTION, KVLabCache, register
 from kvlab.lab.benchmark import harness
 from kvlab.lab.quality.cases import held, uniform
 from kvlab.lab.quality.divergence import diverge
-from kvlab.lab.quality.schedule import Schedule
+from kvlab.lab.quality.plan import Schedule
 from kvlab.lab.quality.text import cut_windows, read_book
 
 LENGTH = 2048

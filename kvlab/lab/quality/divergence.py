@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvlab.errors import needs_extra
 from kvlab.lab.quality.measure import Case, full_precision, held_bytes
-from kvlab.lab.quality.schedule import Schedule
+from kvlab.lab.quality.plan import Schedule
 from kvlab.lab.quality.scores import mean_and_error
 from kvlab.lab.quality.text import Windows
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from kvlab.lab.quality.cases import controls, hqq, mixed, quanto, uniform
-from kvlab.lab.quality.continuation import continue_text
 from kvlab.lab.quality.measure import Case, evaluate, full_precision
 from kvlab.lab.quality.model import Subject, load_smollm2, tiny_llama
 from kvlab.lab.quality.plan import Plan, WorkItem, Workload
 from kvlab.lab.quality.scores import Continuation, Score
 from kvlab.lab.quality.text import cut_windows
+from kvlab.lab.quality.writing import continue_text
 
 __all__ = ["Reader"]
 

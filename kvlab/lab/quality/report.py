@@ -35,43 +35,23 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One cache in a table.
+    """One cache in a table."""
 
-    Attributes
-    ----------
-    cache, kind, budget
-        As in `Score`.
-    mebibytes : float
-        Of the cache of one window at its end.
-    bits_per_element, tokens_per_second
-        As in `Score`.
-    perplexity, change : float
-        Of the text, and its relative change against full precision.
-    kl, kl_error, kl_last_quarter, agreement : float
-        Mean divergence and its standard error, and that of the last quarter of the scored tokens, where a
-        cache is fullest; fraction of tokens with the same best prediction.
-    widths : str
-        Share of pages at each width.
-    windows : int
-    recorded : bool
-        Measured earlier, elsewhere; not in this run.
-    """
-
-    cache: str
+    cache: str  # name of its `Score`, of which fields without a comment are
     kind: str
     budget: float | None
-    mebibytes: float
+    mebibytes: float  # of the cache of one window at its end
     bits_per_element: float
-    perplexity: float
-    change: float
-    kl: float
-    kl_error: float
-    kl_last_quarter: float
-    agreement: float
+    perplexity: float  # of the text
+    change: float  # of the perplexity, relative, against full precision
+    kl: float  # mean divergence
+    kl_error: float  # its standard error
+    kl_last_quarter: float  # of the last quarter of the scored tokens, where a cache is fullest
+    agreement: float  # fraction of tokens with the same best prediction
     tokens_per_second: float
-    widths: str
-    windows: int
-    recorded: bool = False
+    widths: str  # part of the pages at each width
+    windows: int  # that were read
+    recorded: bool = False  # measured earlier, elsewhere; not in this run
 
 
 def summarise(scores: Sequence[Score], *, recorded: bool = False) -> list[Row]:

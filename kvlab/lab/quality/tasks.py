@@ -16,14 +16,14 @@ import numpy as np
 from kvlab.integrations.rotary import head_dim_of
 from kvlab.lab.quality.cases import held
 from kvlab.lab.quality.divergence import diverge, floor
-from kvlab.lab.quality.free_running import free_run
 from kvlab.lab.quality.measure import Case
 from kvlab.lab.quality.model import Subject
+from kvlab.lab.quality.plan import SCHEDULES
 from kvlab.lab.quality.prompts import KINDS, Haystack
 from kvlab.lab.quality.recall import recall
-from kvlab.lab.quality.schedule import SCHEDULES
 from kvlab.lab.quality.stress import large_channels, shifted_keys
 from kvlab.lab.quality.text import Windows, cut_windows
+from kvlab.lab.quality.writing import free_run
 from kvlab.ladder import BITS, Bits
 
 __all__ = ["TASKS", "run_tasks"]

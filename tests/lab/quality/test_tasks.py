@@ -13,15 +13,15 @@ from transformers import DynamicCache
 
 from kvlab.lab.quality.cases import held, opponents, uniform
 from kvlab.lab.quality.divergence import diverge, floor
-from kvlab.lab.quality.free_running import free_run
 from kvlab.lab.quality.measure import Case
 from kvlab.lab.quality.model import Subject, tiny_llama
+from kvlab.lab.quality.plan import Schedule
 from kvlab.lab.quality.prompts import copying, many_keys, variable_tracking
 from kvlab.lab.quality.recall import recall
-from kvlab.lab.quality.schedule import Schedule
 from kvlab.lab.quality.stress import large_channels, shifted_keys
 from kvlab.lab.quality.tasks import run_tasks
 from kvlab.lab.quality.text import Windows, cut_windows
+from kvlab.lab.quality.writing import free_run
 from kvlab.ops.frame import LAST
 
 SCHEDULE = Schedule(prefill=96, scored=16)
