@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from kvlab.cli.options import Json, Output, emit_json, options_named, writable
+from kvlab.cli.options import Json, Output, emit_json, emit_table, options_named, writable
 
 __all__ = ["group"]
 
@@ -105,15 +105,13 @@ def random_check(
     Example: kvlab engine random-check --model pythia-160m --runs 20
     """
     from kvlab.lab.engine.check import random_check as compare
-    from kvlab.lab.results import print_table
 
     with options_named(**_CHECKED):
         _say_how_weights_come(model)
         found = compare(model, runs=runs, seq_len=seq_len, dtype=dtype, seed=seed, device=device)
-    emit_json(found, as_json=as_json, output=output)
-    if not as_json:
-        what = "random layers" if found["random weights"] else "texts through the first layer"
-        print_table([found], f"{runs} {what}, {dtype}, {seq_len} tokens, engine on {device}")
+    what = "random layers" if found["random weights"] else "texts through the first layer"
+    title = f"{runs} {what}, {dtype}, {seq_len} tokens, engine on {device}"
+    emit_table(found, [found], title, as_json=as_json, output=output)
     raise typer.Exit(0 if found["passes"] else 1)
 
 

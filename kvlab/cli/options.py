@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +27,7 @@ __all__ = [
     "Target",
     "Verbose",
     "emit_json",
+    "emit_table",
     "fraction",
     "fractions",
     "options_named",
@@ -135,6 +136,17 @@ def options_named(**options: str) -> Iterator[None]:
         if said != str(error):
             error.args = (said,)
         raise
+
+
+def emit_table(
+    result: dict[str, Any], rows: Sequence[Any], title: str, *, as_json: bool, output: Path | None
+) -> None:
+    """Print a result as JSON if that was asked for, else its rows as a table; write it to `output`, too."""
+    emit_json(result, as_json=as_json, output=output)
+    if rows and not as_json:
+        from kvlab.lab.results import print_table
+
+        print_table(rows, title)
 
 
 def emit_json(result: dict[str, Any], *, as_json: bool, output: Path | None) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from kvlab.cli.options import Json, Output, emit_json
+from kvlab.cli.options import Json, Output, emit_json, emit_table
 
 __all__ = ["group"]
 
@@ -60,12 +60,8 @@ def query(
     from kvlab.lab.sweep.tables import query as ask
 
     columns, rows = ask(sql, *folders)
-    answer: dict[str, Any] = {"rows": [dict(zip(columns, row, strict=True)) for row in rows]}
-    emit_json(answer, as_json=as_json, output=output)
-    if not as_json and rows:
-        from kvlab.lab.results import print_table
-
-        print_table(answer["rows"], "Answer")
+    found = [dict(zip(columns, row, strict=True)) for row in rows]
+    emit_table({"rows": found}, found, "Answer", as_json=as_json, output=output)
 
 
 @group.command()
@@ -83,11 +79,7 @@ def expected(
     from kvlab.lab.sweep.tables import read_summary
 
     rows = judge_claims(read_summary(*folders), [json.loads(path.read_bytes()) for path in files])
-    emit_json({"rows": rows}, as_json=as_json, output=output)
-    if not as_json:
-        from kvlab.lab.results import print_table
-
-        print_table(rows, "Expected and measured")
+    emit_table({"rows": rows}, rows, "Expected and measured", as_json=as_json, output=output)
     if any(row["verdict"] == "fail" for row in rows):
         raise typer.Exit(1)
 
@@ -105,11 +97,8 @@ def compare(
     from kvlab.lab.benchmark.cache import compare as join
 
     rows = join(folder)
-    emit_json({"rows": rows}, as_json=as_json, output=output)
-    if not as_json:
-        from kvlab.lab.results import print_table
-
-        print_table(rows, "Latency, throughput and memory by context")
+    title = "Latency, throughput and memory by context"
+    emit_table({"rows": rows}, rows, title, as_json=as_json, output=output)
 
 
 @group.command()

@@ -24,6 +24,7 @@ from kvlab.lab.counters import count
 from kvlab.lab.results import Row, provenance
 from kvlab.lab.targets import PARTS, Machine, resolve
 from kvlab.lab.timing import time_in_turns
+from kvlab.lab.timing_gpu import new_event
 
 __all__ = ["Call", "calls_of", "recorded", "run"]
 
@@ -247,17 +248,11 @@ def recorded(
         shared_bytes: int = 0,
         stream_pointer: int = 0,
     ) -> None:
-        marks = [_event(), _event()]
-        marks[0].record()
-        launch(kernel, grid, block, args, shared_bytes, stream_pointer)
-        marks[1].record()
+        marks = _marked(lambda: launch(kernel, grid, block, args, shared_bytes, stream_pointer))
         launches.append((kernel, grid, block, shared_bytes, *marks))
 
     def record_prepared(prepared: PreparedLaunch, stream_pointer: int) -> None:
-        marks = [_event(), _event()]
-        marks[0].record()
-        launch_prepared(prepared, stream_pointer)
-        marks[1].record()
+        marks = _marked(lambda: launch_prepared(prepared, stream_pointer))
         launches.append((prepared.kernel, prepared.grid, prepared.block, prepared.shared_bytes, *marks))
 
     with (
@@ -268,10 +263,13 @@ def recorded(
         yield
 
 
-def _event() -> Any:
-    import torch
-
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+def _marked(launch: Callable[[], object]) -> list[Any]:
+    """Launch between two events."""
+    marks = [new_event(), new_event()]
+    marks[0].record()
+    launch()
+    marks[1].record()
+    return marks
 
 
 def _launches(call: Call) -> list[Row]:

@@ -18,6 +18,7 @@ from kvlab.lab.timing import Timing
 
 __all__ = [
     "captured",
+    "new_event",
     "recorded",
     "time_by_events",
     "time_graphs",
@@ -108,7 +109,7 @@ def time_by_events(
     orders = random.Random(0)
     for _ in range(repeats):
         for name, call in orders.sample(list(calls.items()), len(calls)):
-            first, last = _event(), _event()
+            first, last = new_event(), new_event()
             if pause:
                 torch.cuda._sleep(pause * (counts[name] + 1))  # type: ignore[no-untyped-call]
             if warm:
@@ -133,18 +134,19 @@ def time_in_succession(calls: Sequence[Call], repeats: int) -> Timing:
     replay = recorded(lambda: [call() for call in calls], times)
     for _ in range(_WARM_UP):
         replay()
-    marks = [_event()]
+    marks = [new_event()]
     marks[0].record()
     for _ in range(repeats):
         replay()
-        marks.append(_event())
+        marks.append(new_event())
         marks[-1].record()
     torch.cuda.synchronize()
     count = times * len(calls)
     return Timing(tuple(1e-3 * first.elapsed_time(last) / count for first, last in pairwise(marks)))
 
 
-def _event() -> Any:
+def new_event() -> Any:
+    """A CUDA event that tells the time."""
     import torch
 
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -21,6 +21,7 @@ from kvlab import cli, device
 from kvlab.lab.ablation import run as ablation
 from kvlab.lab.ablation.grid import AblationCase
 from kvlab.lab.sweep.manifest import Manifest, status
+from kvlab.ladder import BITS_IN_BLOCKS, BITS_OF_WIDTHS, parse_bits
 
 RUNNER = CliRunner()
 GEOMETRY = [*("--num-layers", "1", "--num-heads", "2", "--num-kv-heads", "1", "--head-dim", "32")]
@@ -86,6 +87,18 @@ def test_a_wrong_grid_is_refused_as_a_whole(options: list[str], message: str, tm
 def test_what_is_planned_can_run_whatever_the_order_of_contexts(tmp_path: Path) -> None:
     call("plan", tmp_path, "--budgets", "0.5", "--bits", "2,4", "--contexts", "8K 256", "--packing", "true")
     assert [case.model for case in Manifest.read(tmp_path).cases] == [None, "tiny"]
+
+
+def test_default_bits_are_those_of_a_cache_that_names_none(tmp_path: Path) -> None:
+    """With profiles where all cases are packed; else those that differ in packing have the same ladder."""
+    options = ["--bits", "default", "--contexts", "1K", "--budgets", "0.3 0.6"]
+    call("plan", tmp_path / "packed", *options, "--packing", "true")
+    call("plan", tmp_path / "both", *options)
+    packed, both = (Manifest.read(tmp_path / name).cases for name in ("packed", "both"))
+    ample = (*BITS_IN_BLOCKS, 16)
+    ladders = [BITS_IN_BLOCKS, ample, *[BITS_OF_WIDTHS] * 4]
+    assert [parse_bits(case.bits, 1) for case in (*packed, *both)] == [parse_bits(x, 1) for x in ladders]
+    assert [case.use_packing for case in both] == [True, False] * 2
 
 
 @pytest.mark.skipif(device.gpus() != (), reason="needs a machine without a GPU")

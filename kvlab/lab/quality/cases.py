@@ -7,7 +7,7 @@ budget; they run with the options that serve them best and with their defaults.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -33,17 +33,12 @@ Floats = NDArray[np.float32]
 
 def uniform(config: PreTrainedConfig, widths: Sequence[int] = (8, 4, 3, 2)) -> list[Case]:
     """All tokens at one width, without a budget."""
-    return [
-        Case(f"uniform {width}", "uniform", _packed(config, bits=(width,), budget=None)) for width in widths
-    ]
+    return [_case(config, f"uniform {width}", "uniform", bits=(width,)) for width in widths]
 
 
 def mixed(config: PreTrainedConfig, length: int, budgets: Sequence[float] = BUDGETS) -> list[Case]:
     """Mixed widths under budgets that are fractions of the float16 bytes of `length` tokens."""
-    return [
-        Case(f"mixed {budget:g}", "mixed", _packed(config, budget=budget, plan_length=length), budget)
-        for budget in budgets
-    ]
+    return [_case(config, f"mixed {budget:g}", "mixed", budget, plan_length=length) for budget in budgets]
 
 
 def held(
@@ -56,10 +51,7 @@ def held(
 ) -> list[Case]:
     """Mixed widths whose budget holds at every length from `plan_length` on, not only at the last one."""
     options: dict[str, Any] = {"bits": bits, "importance": importance, "plan_length": plan_length}
-    return [
-        Case(f"held {budget:g}", "held", _packed(config, budget=budget, **options), budget)
-        for budget in budgets
-    ]
+    return [_case(config, f"held {budget:g}", "held", budget, **options) for budget in budgets]
 
 
 def opponents(config: PreTrainedConfig, budget: float) -> list[Case]:
@@ -87,13 +79,7 @@ def opponents(config: PreTrainedConfig, budget: float) -> list[Case]:
         fitting = [rung for rung in rungs if sum(rung) / 2 <= most - (0.6 if window else 0)]
         keys, values = fitting[-1] if fitting else rungs[0]
         bits = (f"k{keys}v{values}",)
-        found.append(
-            Case(
-                name.format(keys, values),
-                "opponent",
-                _packed(config, bits=bits, budget=None, residual=window),
-            )
-        )
+        found.append(_case(config, name.format(keys, values), "opponent", bits=bits, residual=window))
     return found
 
 
@@ -106,12 +92,7 @@ def controls(config: PreTrainedConfig, length: int, budget: float) -> list[Case]
         "heavy hitters only": {"importance": summed_attention, "sink": 0},
     }
     return [
-        Case(
-            f"{name} {budget:g}",
-            "control",
-            _packed(config, budget=budget, plan_length=length, **options),
-            budget,
-        )
+        _case(config, f"{name} {budget:g}", "control", budget, plan_length=length, **options)
         for name, options in missing.items()
     ]
 
@@ -147,8 +128,11 @@ def require(library: str) -> None:
         raise MissingExtraError(f"{name} is not installed: pip install {requirement}", name=name)
 
 
-def _packed(config: PreTrainedConfig, **options: Any) -> Callable[[], KVLabCache]:
-    return lambda: KVLabCache(config, dtype=CACHE_DTYPE, **options)
+def _case(
+    config: PreTrainedConfig, name: str, kind: str, budget: float | None = None, **options: Any
+) -> Case:
+    """A packed cache with or without a budget."""
+    return Case(name, kind, lambda: KVLabCache(config, dtype=CACHE_DTYPE, budget=budget, **options), budget)
 
 
 class RandomScores:

@@ -31,6 +31,9 @@ __all__ = [
 ]
 
 
+_CASE = ("context_length", "bits", "budget")
+
+
 @dataclass(frozen=True, slots=True)
 class View:
     """A question, its answer as rows with the same keys, and a sentence on how to read it."""
@@ -112,16 +115,15 @@ def loss_of(row: Row) -> float:
 
 def by_budget(rows: Sequence[Row]) -> list[Row]:
     """Bits and loss of every packed case, by context, ladder and budget; what infeasible ones need."""
-    names = ("context_length", "bits", "budget")
     chosen = [row for row in rows if row["use_packing"] and row["status"] in ("ok", "infeasible")]
     shown = ("avg_bits", "bits_per_element", "perplexity_change", "top1_agreement", "needle_retrieval")
     answer: list[Row] = []
-    for row in sorted(chosen, key=lambda row: tuple(_sortable(row[name]) for name in names)):
+    for row in sorted(chosen, key=lambda row: tuple(_sortable(row[name]) for name in _CASE)):
         ok = row["status"] == "ok"
         answer.append(
-            {name: row[name] for name in names}
+            _columns(row, *_CASE)
             | {"status": row["status"], "loss": loss_of(row) if ok else None}
-            | {name: row[name] for name in shown}
+            | _columns(row, *shown)
             | {"smallest_feasible_budget": None if ok else _rounded_up(row["smallest_feasible_budget"])}
         )
     return answer
@@ -141,7 +143,7 @@ def packing_impact(rows: Sequence[Row]) -> list[Row]:
         if other is not None:
             answer.append(
                 {
-                    **{name: row[name] for name in ("context_length", "bits", "budget", "device")},
+                    **_columns(row, *_CASE, "device"),
                     "packed_mb": 1e3 * _number(row["allocated_gb"]),
                     "unpacked_mb": 1e3 * _number(other["allocated_gb"]),
                     "saved": 1 - _number(row["allocated_gb"]) / _number(other["allocated_gb"]),
@@ -200,15 +202,18 @@ def devices(rows: Sequence[Row]) -> list[Row]:
     for row in done(rows, packed=True):
         if row["device"] == "cpu" and (other := cuda.get(_key(row))) is not None:
             cpu_ms, gpu_ms = _number(row["p50_latency_ms"]), _number(other["p50_latency_ms"])
-            case: Row = {name: row[name] for name in ("context_length", "bits", "budget")}
-            answer.append(case | {"cpu_ms": cpu_ms, "gpu_ms": gpu_ms, "speedup": cpu_ms / gpu_ms})
+            times: Row = {"cpu_ms": cpu_ms, "gpu_ms": gpu_ms, "speedup": cpu_ms / gpu_ms}
+            answer.append(_columns(row, *_CASE) | times)
     return answer
 
 
 def _configuration(row: Row) -> Row:
-    shown = ("context_length", "bits", "budget", "device")
     figures: Row = {"allocated_mb": 1e3 * _number(row["allocated_gb"]), "loss": loss_of(row)}
-    return {name: row[name] for name in shown} | figures | {"perplexity_change": row["perplexity_change"]}
+    return _columns(row, *_CASE, "device") | figures | _columns(row, "perplexity_change")
+
+
+def _columns(row: Row, *names: str) -> Row:
+    return {name: row[name] for name in names}
 
 
 def _key(row: Row) -> tuple[Any, ...]:
