@@ -69,16 +69,12 @@ def measure(folders: dict[str, Path]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    from kvlab.lab.benchmark import harness  # not above: a process that answers may be older than it
+    from kvlab.lab.benchmark import harness, versions  # not above: a process that answers may be older
 
     def cases(given: argparse.Namespace) -> list[harness.Case]:
-        folders = {"before": given.before, "after": given.after}
-        return [harness.Case("both versions in turns", partial(measure, folders))]
+        return [harness.Case("both versions in turns", partial(measure, versions.folders(given)))]
 
-    parser = harness.options(__doc__, "cpu")
-    parser.add_argument("before", type=Path, help="folder of a checkout")
-    parser.add_argument("after", type=Path, help="folder of another one")
-    return harness.run(parser, cases)
+    return harness.run(versions.options(__doc__, "cpu"), cases)
 
 
 if __name__ == "__main__":

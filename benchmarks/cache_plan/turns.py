@@ -160,23 +160,19 @@ def measure(folders: dict[str, Path], rounds: int, head_dim: int, shape: str) ->
 
 
 def cases(given: argparse.Namespace) -> list[Any]:
-    from kvlab.lab.benchmark import harness  # not above: a process that answers may be older than it
+    from kvlab.lab.benchmark import harness, versions  # not above: a process that answers may be older
 
-    folders = {"before": given.before, "after": given.after}
+    both = partial(measure, versions.folders(given), given.rounds)
     return [
-        harness.Case(
-            f"{shape}, head_dim {head_dim}", partial(measure, folders, given.rounds, head_dim, shape)
-        )
+        harness.Case(f"{shape}, head_dim {head_dim}", partial(both, head_dim, shape))
         for head_dim, shape in product(given.head_dims, SHAPES)
     ]
 
 
 def main() -> int:
-    from kvlab.lab.benchmark import harness
+    from kvlab.lab.benchmark import harness, versions
 
-    parser = harness.options(__doc__)
-    parser.add_argument("before", type=Path, help="folder of a checkout")
-    parser.add_argument("after", type=Path, help="folder of another one")
+    parser = versions.options(__doc__)
     parser.add_argument("--head-dims", type=harness.numbers, default="128,64")
     parser.add_argument("--rounds", type=int, default=4)
     return harness.run(parser, cases)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvlab.cli.options import Json, MinVram, Release, Verbose, size
+from kvlab.cli.options import Device, Json, MinVram, Release, Verbose, size
 
 Case = Annotated[
     str,
@@ -19,7 +19,6 @@ Case = Annotated[
         "or flash_attention, packed, ternary, all."
     ),
 ]
-Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: the CPU, and a GPU where there is one.")]
 ArraySize = Annotated[
     int,
     typer.Option(

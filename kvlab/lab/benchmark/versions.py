@@ -7,6 +7,7 @@ script that asks alone, for the processes that answer may be of a version withou
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -15,7 +16,9 @@ from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-__all__ = ["ask_in_turns"]
+from kvlab.lab.benchmark import harness
+
+__all__ = ["ask_in_turns", "folders", "options"]
 
 _KERNELS = (
     "import sys; from kvlab.jit.build import kernel_folder; print(kernel_folder(sys.argv[1]).resolve())"
@@ -23,9 +26,22 @@ _KERNELS = (
 Question = TypeVar("Question", bound=Hashable)
 
 
+def options(description: str | None, device: str = "cuda") -> argparse.ArgumentParser:
+    """Return the parser of `kvlab.lab.benchmark.harness.options`, with two folders of checkouts."""
+    parser = harness.options(description, device)
+    parser.add_argument("before", type=Path, help="folder of a checkout")
+    parser.add_argument("after", type=Path, help="folder of another one")
+    return parser
+
+
+def folders(given: argparse.Namespace) -> dict[str, Path]:
+    """The folders by the names of their versions."""
+    return {"before": given.before, "after": given.after}
+
+
 def ask_in_turns(
     script: str,
-    folders: dict[str, Path],
+    checkouts: dict[str, Path],
     questions: Sequence[tuple[Question, str]],
     rounds: int,
     *,
@@ -38,7 +54,7 @@ def ask_in_turns(
     forth. A first round, in which kernels compile, does not count. A folder that would run the kernels of
     another version, "numba" or "cuda", is a ValueError, and a process that ends a RuntimeError.
     """
-    servers = {name: _started(script, name, folders[name], arguments, kernels) for name in folders}
+    servers = {name: _started(script, name, folder, arguments, kernels) for name, folder in checkouts.items()}
     found: dict[tuple[Question, str], list[Any]] = {}
     for turn in range(rounds + 1):
         for question, name in questions[:: -1 if turn % 2 else 1]:
