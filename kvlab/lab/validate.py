@@ -14,8 +14,8 @@ import numpy as np
 
 import kvlab
 from kvlab import environment
+from kvlab.lab.ablation.page_attention import to_gpu
 from kvlab.lab.accuracy import SHAPES, validate_attention
-from kvlab.lab.page_attention import to_gpu
 from kvlab.lab.results import Row, provenance
 from kvlab.lab.targets import Machine, is_tiny, resolve
 from kvlab.ops.packed import packed_attention

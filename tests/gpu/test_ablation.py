@@ -9,10 +9,10 @@ import pytest
 
 from kvlab.lab.ablation import run as ablation
 from kvlab.lab.ablation.grid import MODELS, AblationCase, Geometry
+from kvlab.lab.ablation.page_attention import _time_on_gpu
 from kvlab.lab.ablation.unpacked import unpack_pages
 from kvlab.lab.benchmark.baseline import Options
 from kvlab.lab.benchmark.cache import benchmark_cache
-from kvlab.lab.page_attention import _time_on_gpu
 from kvlab.ops.packed import packed_attention
 
 SMALL = AblationCase(0.4, "2,4,8", 256, model=None, geometry=Geometry(2, 8, 2, 64), device="cuda")

@@ -28,9 +28,9 @@ from kvlab.errors import BudgetError
 from kvlab.lab import guard
 from kvlab.lab.ablation.grid import AblationCase
 from kvlab.lab.ablation.memory import refuse_too_large
+from kvlab.lab.ablation.page_attention import time_layers
 from kvlab.lab.ablation.synthetic import EvaluatedCache, fill, new_cache, query
 from kvlab.lab.ablation.unpacked import page_nbytes, unpack_pages
-from kvlab.lab.page_attention import time_layers
 from kvlab.lab.results import provenance
 from kvlab.lab.targets import is_tiny
 from kvlab.ops.packed import packed_attention

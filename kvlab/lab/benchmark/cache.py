@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 from kvlab.errors import needs_extra
 from kvlab.lab import guard
 from kvlab.lab.ablation.grid import Geometry
+from kvlab.lab.ablation.page_attention import TimedLayers, time_layers
 from kvlab.lab.benchmark.baseline import Options
 from kvlab.lab.benchmark.decode import HEAD_DIM, NUM_HEADS_KV, NUM_HEADS_Q, WIDTHS, make_pages
 from kvlab.lab.gpu_lock import gpu_lock
 from kvlab.lab.limits import limit_of
-from kvlab.lab.page_attention import TimedLayers, time_layers
 from kvlab.lab.results import Row, write
 from kvlab.lab.timing import time_in_turns
 from kvlab.lab.timing_gpu import time_on_device

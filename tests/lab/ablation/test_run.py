@@ -12,8 +12,8 @@ import pytest
 
 from kvlab.device import Gpu, cpu
 from kvlab.errors import BudgetError, MissingExtraError, OutOfMemory
-from kvlab.lab import guard, page_attention
-from kvlab.lab.ablation import memory
+from kvlab.lab import guard
+from kvlab.lab.ablation import memory, page_attention
 from kvlab.lab.ablation import run as ablation
 from kvlab.lab.ablation.grid import BITS, BUDGETS, MODELS, AblationCase, Geometry, make_grid, within_model
 from kvlab.lab.ablation.quality import hide_needles

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvlab import cli
-from kvlab.lab import page_attention
+from kvlab.lab.ablation import page_attention
 from kvlab.lab.benchmark import cache as module
 from kvlab.lab.benchmark.baseline import Options
 from kvlab.lab.benchmark.cache import BASELINES, benchmark_cache

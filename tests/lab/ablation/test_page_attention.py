@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvlab.cache.cache import MixedPrecisionCache
-from kvlab.lab import page_attention
+from kvlab.lab.ablation import page_attention
 from kvlab.lab.ablation import run as ablation
 from kvlab.lab.ablation.grid import AblationCase, Geometry
 from kvlab.lab.timing import Timing
