@@ -234,7 +234,7 @@ def test_wrong_values_launch_nothing(driver: Driver, given: tuple[Any, ...], err
 
 
 def leaks(act: Callable[[], None], *objects: object) -> bool:
-    """Whether every thousand calls leave references behind. None is everybody's: a collection moves its count once."""
+    """Whether every thousand calls leave references behind; a collection of garbage moves counts once."""
     drifts = []
     for _ in range(3):
         gc.collect()
