@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Hashable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,15 +55,17 @@ def ask_in_turns(
     forth. A first round, in which kernels compile, does not count. A folder that would run the kernels of
     another version, "numba" or "cuda", is a ValueError, and a process that ends a RuntimeError.
     """
-    servers = {name: _started(script, name, folder, arguments, kernels) for name, folder in checkouts.items()}
     found: dict[tuple[Question, str], list[Any]] = {}
-    for turn in range(rounds + 1):
-        for question, name in questions[:: -1 if turn % 2 else 1]:
-            answer = _answer(servers[name], name, question)
-            if turn:
-                found.setdefault((question, name), []).append(answer)
-    for server in servers.values():
-        server.communicate()
+    with ExitStack() as ended:  # which leaves the processes without questions, and waits for their ends
+        servers = {
+            name: ended.enter_context(_started(script, name, folder, arguments, kernels))
+            for name, folder in checkouts.items()
+        }
+        for turn in range(rounds + 1):
+            for question, name in questions[:: -1 if turn % 2 else 1]:
+                answer = _answer(servers[name], name, question)
+                if turn:
+                    found.setdefault((question, name), []).append(answer)
     return found
 
 
