@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvlab.cache.cpu import CPU
-from kvlab.cache.cuda import _targets
+from kvlab.cache.cuda import _copied_rows
 from kvlab.cache.layers import Layer, LayerFormat
 from kvlab.cache.store import DeviceStore, RowMove
 from kvlab.ladder import parse_bits
@@ -73,8 +73,8 @@ def test_an_empty_store(bits: str) -> None:
     assert not store.memory_of_arenas.any()
 
 
-def test_neighbours_that_get_the_same_pages_are_targets() -> None:
+def test_neighbours_that_get_the_same_pages_are_copied_once() -> None:
     rows, origins = np.array([2, 2, 2, 0, 1, 1], np.int32), np.array([-1, 0, 0, -1, -1, 4], np.int32)
     move = RowMove(make(), rows, origins, np.zeros(3, np.int32), in_place=True)
-    assert _targets(move).tolist() == [0, 3, 6, 8, 10]
-    assert _targets(replace(move, origins=rows)).tolist() == [1, 4, 6, 9]
+    assert _copied_rows(move).tolist() == [0, 3, 6, 8, 10]
+    assert _copied_rows(replace(move, origins=rows)).tolist() == [1, 4, 6, 9]

@@ -103,8 +103,8 @@ class _Run:
             factors, where = STRESSES[name]
             schedule = "short" if where == "-short" else "single"
             begin = {"": 0, "-late": self.length, "-short": SCHEDULES[schedule].first}[where]
-            channels = (self.channels() // 2 - 3, self.channels() // 16)
-            changes = dict(zip(channels, factors, strict=True))
+            rotary = (self.channels() // 2 - 3, self.channels() // 16)
+            changes = dict(zip(rotary, factors, strict=True))
             with large_channels(self.subject.model, changes, begin=begin):
                 return self.divergence(schedule)
         if name == "equal-bytes":
