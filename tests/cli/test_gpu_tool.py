@@ -273,7 +273,7 @@ class _Event:
 
 
 def test_launches_are_recorded_and_still_happen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiling, "_event", _Event)
+    monkeypatch.setattr(profiling, "new_event", _Event)
     launched: list[Any] = []
     kernel = Kernel(lambda *launch: launched.append(launch), "attend", 0, Resources(40, 0, 0, (8,)))
     seen: list[Any] = []
