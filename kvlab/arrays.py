@@ -34,6 +34,7 @@ __all__ = [
     "numpy_dtype",
     "one_device",
     "refused",
+    "takes_duals",
     "torch_of",
 ]
 
@@ -99,12 +100,22 @@ def refused(x: object, name: str) -> TypeError:
     )
 
 
+def takes_duals(torch: ModuleType) -> bool:
+    """Whether torch is in a level of forward-mode differentiation, where tensors may be dual numbers."""
+    return bool(torch.autograd.forward_ad._current_level >= 0)
+
+
 def check_tensor(tensor: Any, torch: ModuleType, name: str) -> None:
     """Refuse the tensors of torch whose memory does not say everything about their value."""
     if tensor.requires_grad and torch.is_grad_enabled():
         raise TypeError(
             f"{name} requires grad, and this function records nothing for autograd: "
             f"pass {name}.detach(), or call under torch.no_grad()"
+        )
+    if takes_duals(torch) and torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None:
+        raise TypeError(
+            f"{name} is a dual number of torch.autograd.forward_ad, whose tangent would be lost: "
+            f"pass {name}.detach()"
         )
     if tensor.layout != torch.strided or tensor.is_neg() or tensor.is_conj():
         raise TypeError(

@@ -8,7 +8,8 @@ says what shapes it returns; an operator takes the host longer than a short kern
 same functions. The registry chooses the best backend on the tensors' device that supports their dtype;
 float64, for `torch.autograd.gradcheck`, runs on the CPU by the reference.
 
-The log-sum-exp is for merging parts and has no gradient here; a second derivative is not offered either.
+The log-sum-exp is for merging parts and has no gradient here; a second derivative is not offered either, nor
+are dual numbers. Several gradients at once (``is_grads_batched=True``) are computed one after the other.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,6 +46,7 @@ Known = tuple[Call, list[int]]
 """A call and the addresses of its tensors, as `call_of` returns them."""
 
 _are_transforms_active = torch._C._are_functorch_transforms_active
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
@@ -155,7 +157,8 @@ def refuse_transforms(*tensors: torch.Tensor) -> None:
     if dual or _are_transforms_active():
         raise NotImplementedError(
             "attention has no rule for the transforms of torch.func (grad, vmap, ...), nor for the dual "
-            "numbers of torch.autograd.forward_ad: call backward(), or torch.autograd.grad"
+            "numbers of torch.autograd.forward_ad: call backward(), or torch.autograd.grad, for several "
+            "gradients at once with is_grads_batched=True"
         )
 
 
@@ -271,7 +274,7 @@ class _Recorded(torch.autograd.Function):
 def _backward_at_once(ctx: Any, dout: torch.Tensor | None, *_: Any) -> Any:
     """As torch's engine calls `_Recorded.backward`, mostly in a thread of its own, whose core has seen little
     of what it touches here."""
-    if dout is None or torch.is_grad_enabled():
+    if dout is None or torch.is_grad_enabled() or forward_ad._current_level >= 0:
         return _Recorded.backward(ctx, dout)
     q, k, v, *others = ctx.saved_tensors
     tensors, calls = (q, k, v, dout, *others), ctx.calls
@@ -290,10 +293,11 @@ def _gradients(numbers: Numbers, tensors: tuple[Any, ...]) -> Three:
     if dout.stride(-1) != 1 or dout.is_neg():
         dout = dout.resolve_neg().contiguous()
     tensors = q, k, v, dout, *others
-    if is_compiling() or _is_looked_at(tensors):
+    if is_compiling() or _is_looked_at(tensors) or _is_batched(dout):
         operator = _attention_backward if longest is None else _varlen_backward
         dq, dk, dv = operator(dout, q, k, v, *others, *(longest or ()), *options, deterministic)
     else:
+        refuse_transforms(dout)
         dq, dk, dv = attention_backward.backward(tensors, longest, options, int(deterministic))
     return dq, dk, dv
 
@@ -307,6 +311,11 @@ def refusing_second(backward: Callable[..., Any]) -> Callable[..., Any]:
     recorded: Callable[..., Any] = once_differentiable(backward)
 
     def run(ctx: Any, *douts: torch.Tensor | None) -> Any:
+        if any(x is not None and _is_batched(x) for x in douts):
+            raise NotImplementedError(
+                "attention records nothing of gradients that come with is_grads_batched=True: leave out "
+                "create_graph=True, or call torch.autograd.grad for each"
+            )
         return recorded(
             ctx, *(x if x is None or x.requires_grad else x.detach().requires_grad_() for x in douts)
         )

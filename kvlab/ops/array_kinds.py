@@ -24,6 +24,7 @@ from kvlab.arrays import (
     dtype_name,
     loaded_cupy,
     numpy_dtype,
+    takes_duals,
 )
 from kvlab.views import CudaView, meant_strides
 
@@ -56,13 +57,16 @@ def kinds_of(arrays: Sequence[Any], names: Sequence[str]) -> tuple[tuple[Kind, .
         As `kvlab.views.cuda_view`; an array on the CPU may still be refused by `to_numpy_view`.
     """
     torch = sys.modules.get("torch")
-    tensor, records = (torch.Tensor, torch.is_grad_enabled()) if torch is not None else ((), False)
+    tensor: Any = ()
+    records = differentiates = False
+    if torch is not None:
+        tensor, records, differentiates = torch.Tensor, torch.is_grad_enabled(), takes_duals(torch)
     kinds: list[Kind] = []
     addresses = []
     try:
         for x in arrays:
             if isinstance(x, tensor):
-                if x.is_neg() or (records and x.requires_grad):
+                if x.is_neg() or (records and x.requires_grad) or differentiates:
                     check_tensor(x, sys.modules["torch"], names[len(kinds)])
                 address = x.data_ptr()
                 kinds.append((x.shape, x.stride(), x.dtype, x.device, address % ALIGNMENT))
@@ -70,10 +74,13 @@ def kinds_of(arrays: Sequence[Any], names: Sequence[str]) -> tuple[tuple[Kind, .
                 kind, address = _other_kind(x, names[len(kinds)])
                 kinds.append(kind)
             addresses.append(address)
-    except RuntimeError:  # of a tensor without memory or strides
+    except RuntimeError as error:  # of a tensor without memory or strides
         if isinstance(x, tensor):
             check_tensor(x, sys.modules["torch"], names[len(kinds)])
-        raise
+        raise TypeError(
+            f"{names[len(kinds)]} is a tensor without memory, as in a transform of torch.func or with "
+            "is_grads_batched=True: call this function outside of it, or for each tensor alone"
+        ) from error
     return tuple(kinds), addresses
 
 

@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from kvlab.arguments import LONGEST, flag, number, sides_of_window, whole_number
-from kvlab.arrays import Array, Device, numpy_dtype, one_device
+from kvlab.arrays import Array, Device, numpy_dtype, one_device, takes_duals
 from kvlab.device import enough_memory
 from kvlab.ops.array_kinds import (
     Kind,
@@ -205,11 +205,10 @@ def call_of(
     """
     check_backend(backend)
     torch = sys.modules.get("torch")
-    records = (
-        torch is not None and torch.is_grad_enabled()
-    )  # `kinds_of` refuses tensors that it cannot record
+    # `kinds_of` refuses tensors that it cannot record, and dual ones, which `LastCall` takes for plain ones.
+    records = torch is not None and torch.is_grad_enabled()
     last = last_call(signature, options, longest, extra, backend, records)
-    found = last.find(arrays)
+    found = None if torch is not None and takes_duals(torch) else last.find(arrays)
     if found is None:
         kinds, addresses = kinds_of(arrays, signature.names)
         found = _call_of(signature, kinds, backend, options, longest, extra), addresses

@@ -117,6 +117,59 @@ def test_transforms_of_torch_func_are_refused_by_name() -> None:
         attention(torch.autograd.forward_ad.make_dual(q, torch.ones_like(q)), k, v)
     with torch.autograd.forward_ad.dual_level():
         attention(q, k, v)  # none of them is dual
+    out = attention(q.requires_grad_(), k, v)
+
+    def differentiate(dout: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(out, q, dout, retain_graph=True)[0]
+
+    with pytest.raises(NotImplementedError, match="is_grads_batched=True"):
+        torch.func.vmap(differentiate)(torch.ones(2, *out.shape))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward_ad"):
+        differentiate(torch.autograd.forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out)))
+
+
+@pytest.mark.parametrize("times", [1, 3])  # the third call finds the one before
+def test_dual_numbers_are_refused_where_nothing_is_recorded(times: int) -> None:
+    q, k, v = (torch.ones(1, 4, 2, 8) for _ in range(3))
+    for _ in range(times):
+        kvlab.attention(q, k, v)
+    cache = kvlab.MixedPrecisionCache(1, 2, 2, 16, budget=None, bits=(16,))
+    row = torch.ones(1, 1, 2, 16)
+    with torch.autograd.forward_ad.dual_level():
+        kvlab.attention(q, k, v)  # none of them is dual
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        for attend in (
+            kvlab.attention,
+            lambda *x: torch.ops.kvlab.attention(*x, False, None, -1, -1, 0.0, False),
+        ):
+            with pytest.raises(TypeError, match=r"k is a dual number .*: pass k\.detach\(\)"):
+                attend(q, dual, v)
+        kvlab.attention(q, dual.detach(), v)
+        with pytest.raises(TypeError, match="q is a dual number"):
+            cache.step(0, torch.autograd.forward_ad.make_dual(row, row), row, row)
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_come_in_batches(varlen: bool, deterministic: bool) -> None:
+    """`is_grads_batched=True` gives each as a call of its own does."""
+    shapes = ((7, 4, 8), (9, 2, 8), (9, 2, 8)) if varlen else ((1, 4, 2, 8), (1, 5, 1, 8), (1, 5, 1, 8))
+    leaves = _leaves(*shapes, dtype=torch.float32)
+    bounds = (*BOUNDS, 4, 4) if varlen else ()
+    out = (attention_varlen if varlen else attention)(*leaves, *bounds, deterministic=deterministic)
+    douts = torch.randn(3, *out.shape)
+    found = torch.autograd.grad(out, leaves, douts, retain_graph=True, is_grads_batched=True)
+    alone = [torch.autograd.grad(out, leaves, dout, retain_graph=True) for dout in douts]
+    for x, *parts in zip(found, *alone, strict=True):
+        assert (x == torch.stack(parts)).all()
+    with pytest.raises(NotImplementedError, match="create_graph=True, or call"):
+        torch.autograd.grad(out, leaves, douts, is_grads_batched=True, create_graph=True)
+
+
+def test_tensors_without_memory_are_refused_by_name() -> None:
+    q = torch.ones(2, 1, 4, 2, 8)
+    with pytest.raises(TypeError, match="q is a tensor without memory, as in a transform"):
+        torch.func.vmap(lambda x: kvlab.attention(x, q[0], q[0]))(q)
 
 
 def test_the_operators_pass_the_checks_of_torch() -> None:
