@@ -280,10 +280,10 @@ def further_shift(ratios: NDArray[np.int16], shift: NDArray[np.uint8]) -> NDArra
 def _sizes(
     k: NDArray[np.float32], mean: NDArray[np.float16], exponent: NDArray[np.int8] | None
 ) -> NDArray[np.float64]:
-    """Sum the squares of keys less their mean, (Hkv, D), token by token."""
+    """Sum the squares of keys less their mean, (Hkv, D), token by token; what is not finite counts 0."""
     with np.errstate(invalid="ignore", over="ignore"):
-        off = k.astype(np.float64) - _scaled(mean.astype(np.float64), exponent, 1)
-        sums: NDArray[np.float64] = np.square(off).sum(0)
+        squares = np.square(k.astype(np.float64) - _scaled(mean.astype(np.float64), exponent, 1))
+    sums: NDArray[np.float64] = np.where(squares < np.inf, squares, 0).sum(0)
     return sums
 
 
