@@ -6,7 +6,9 @@ from CuPy, on their current stream.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import numpy as np
@@ -17,6 +19,7 @@ from kvlab.arrays import ArrayT, device_of, dtype_name, loaded_cupy, numpy_dtype
 __all__ = [
     "empty",
     "like_first",
+    "on_device_of",
     "overwrite",
     "to_device",
     "to_host",
@@ -97,6 +100,16 @@ def to_device(host: NDArray[Any], like: ArrayT) -> ArrayT:
     cupy = loaded_cupy(like, "like")
     with cupy.cuda.Device(device_of(like).index):
         return cast("ArrayT", cupy.asarray(host))
+
+
+def on_device_of(x: Any) -> AbstractContextManager[Any]:
+    """Return a block in which the device of a CuPy array is current, as the array's own operations need.
+
+    They run on the current stream of that device, as kernels of kvlab do. Other libraries see to it alone.
+    """
+    cupy = sys.modules.get("cupy")
+    is_other = cupy is None or torch_of(x) is not None or not isinstance(x, cupy.ndarray)
+    return nullcontext() if is_other else x.device
 
 
 def overwrite(array: Any, host: NDArray[Any]) -> None:

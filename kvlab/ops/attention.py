@@ -14,6 +14,7 @@ from typing import Any
 
 from kvlab.arguments import LONGEST, flag, whole_number
 from kvlab.arrays import Array, ArrayT, check_writable, common_device, dtype_name
+from kvlab.new_arrays import on_device_of
 from kvlab.ops.attention_call import (
     BOUNDS,
     EVERYWHERE,
@@ -283,9 +284,10 @@ def _attend_into(
 def merge_into(into: tuple[Any, Any], found: tuple[Any, Any], backend: str) -> None:
     """Merge out and lse, float32, in place with those over other keys, by the backend that computed these."""
     kind = backend if backend in ("reference", "cpu", "cuda") else None
-    merged = merge_attention((into[0], _float32(found[0])), (into[1], _float32(found[1])), backend=kind)
-    for x, new in zip(into, merged, strict=True):
-        x[...] = new
+    with on_device_of(into[0]):
+        merged = merge_attention((into[0], _float32(found[0])), (into[1], _float32(found[1])), backend=kind)
+        for x, new in zip(into, merged, strict=True):
+            x[...] = new
 
 
 @lru_cache(maxsize=4096)

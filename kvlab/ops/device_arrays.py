@@ -13,7 +13,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from kvlab.new_arrays import empty
+from kvlab.new_arrays import empty, on_device_of
 from kvlab.views import CudaView, cuda_view, current_stream, to_numpy_view
 
 __all__ = [
@@ -98,7 +98,8 @@ class Flag:
         self._word: Any = None
         if wanted or backend == "numba":
             self._word = empty((1,), "int32", like)
-            self._word[...] = 0
+            with on_device_of(self._word):
+                self._word[...] = 0
 
     @property
     def pointer(self) -> int:

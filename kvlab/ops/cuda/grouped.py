@@ -20,6 +20,7 @@ import numpy as np
 from kvlab.jit.build import build
 from kvlab.jit.launch import PreparedLaunch, PreparedLaunches, cuda_kernel, load
 from kvlab.jit.structs import ADDRESS, Struct, addresses_of, words_of
+from kvlab.new_arrays import on_device_of
 from kvlab.ops.array_kinds import allocator, splitter, stream_of
 from kvlab.ops.attention_arguments import (
     MAP_WORDS,
@@ -109,7 +110,8 @@ def _nothing_seen(call: GroupedCall) -> tuple[list[Any], list[Any]]:
     shapes += [((heads, n), "float32") for n in call.rows]
     found, _ = allocator(call.kinds[0], *shapes)()
     for i, x in enumerate(found):
-        x[...] = 0 if i < call.groups else -math.inf
+        with on_device_of(x):
+            x[...] = 0 if i < call.groups else -math.inf
     return found[: call.groups], found[call.groups :]
 
 

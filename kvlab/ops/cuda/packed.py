@@ -21,7 +21,7 @@ from kvlab.arrays import dtype_name, numpy_dtype
 from kvlab.device import compute_capability
 from kvlab.jit.launch import Kernel, PreparedLaunch, cuda_kernel
 from kvlab.jit.structs import ADDRESS, Struct
-from kvlab.new_arrays import empty
+from kvlab.new_arrays import empty, on_device_of
 from kvlab.ops.device_arrays import dense_pointer, multiprocessors, shared_memory_per_block
 from kvlab.ops.packed_gpu import MAX_RUNGS, allocate_and_attend
 from kvlab.pages import QUAD, PageLayout, profile_names, width_number
@@ -104,7 +104,8 @@ def make_workspace(
     blocks = multiprocessors(cuda_view(like, "q").device)
     if semaphores is None or len(semaphores) < sequences:
         semaphores = empty((max(sequences, 1),), "int32", like)
-        semaphores[...] = 0
+        with on_device_of(semaphores):
+            semaphores[...] = 0
     return Workspace(empty((blocks + sequences, _ROWS, head_dim + 2), "float32", like), semaphores)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from kvlab.device import compute_capability
 from kvlab.jit.build import arch_of, build
 from kvlab.jit.launch import Kernel, PreparedLaunch, load
-from kvlab.new_arrays import empty, overwrite, to_device, to_host
+from kvlab.new_arrays import empty, on_device_of, overwrite, to_device, to_host
 from kvlab.ops.device_arrays import shared_memory_per_block
 from kvlab.ops.layer_state import RUNGS
 from kvlab.ops.plan import HULL, Ladder, PlanShape, choose_optimum, hulls_of
@@ -124,7 +124,8 @@ def make_workspace(
         total += -(-layers * size // 256) * 256
     memory = empty((total,), "uint8", like)
     if not shape.batch:  # no plan is launched, and what carries out its moves must find none
-        memory[...] = 0
+        with on_device_of(memory):
+            memory[...] = 0
     view = cuda_view(memory, "memory")
     start, held = view.pointer, _held(shape, view.device)
     call = np.zeros(1, _CALL)
