@@ -7,6 +7,8 @@ cache that is filled with contents goes on as the cache they come from would.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -117,13 +119,7 @@ def _laid_out(
         name: np.zeros(tuple(table.shape[1:]), numpy_dtype(dtype_name(table)))
         for name, table in store.tables.items()
     }
-
-    def take(name: str, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
-        array = mine.pop(name)
-        if array.dtype != numpy_dtype(dtype) or array.shape != shape:
-            raise FormatError(f"{name} is {array.dtype} {array.shape}, not {dtype} {shape}")
-        return array
-
+    take = partial(_take, mine)
     num_pages = take("num_pages", "int32", (batch, heads))
     if (num_pages < 0).any() or (num_pages % QUAD).any() or num_pages.max(initial=0) > store.entries:
         raise FormatError(f"num_pages is not a multiple of {QUAD} within 0 to {store.entries}")
@@ -138,15 +134,7 @@ def _laid_out(
     row, head, entry = np.nonzero(live)
     waits, is_open = ~has_mean[row] & (entry < WAITING_PAGES), (opened[row, head] == entry[:, None]).any(1)
     named = (count > 0) | waits | is_open  # others are fillers
-    ladder = len(store.stores[number].layouts)
-    if len(layouts) > ladder:  # a cache whose frames were given has no rung for tokens that wait
-        mine.setdefault(f"pool{ladder}", np.empty((0, layouts[ladder].nbytes), np.uint8))
-    pools = [
-        take(f"pool{r}", "uint8", (int((named & (rung == r)).sum()), layout.nbytes))
-        for r, layout in enumerate(layouts)
-    ]
-    if mine:
-        raise FormatError(f"unknown entries {sorted(mine)[:3]}")
+    pools = _take_pools(mine, layouts, len(store.stores[number].layouts), rung[named])
     _check(store, number, (row, head, entry), rung, count, opened, has_mean)
     row, head, entry, rung_of, base_of, used = (x[named] for x in (row, head, entry, rung, base, count))
     _check_positions(layouts, pools, rung_of, used, base_of, length)
@@ -165,6 +153,29 @@ def _laid_out(
     held = np.zeros(batch, np.int64)
     np.add.at(held, row[head == 0], used[head == 0].astype(np.int64))
     return tables, arena, held
+
+
+def _take(mine: Arrays, name: str, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
+    """Take an array from those that are left."""
+    array = mine.pop(name)
+    if array.dtype != numpy_dtype(dtype) or array.shape != shape:
+        raise FormatError(f"{name} is {array.dtype} {array.shape}, not {dtype} {shape}")
+    return array
+
+
+def _take_pools(
+    mine: Arrays, layouts: Sequence[PageLayout], ladder: int, rung: NDArray[np.uint8]
+) -> list[NDArray[Any]]:
+    """Take the pages of each rung, the last arrays that are left; `rung` is that of each page."""
+    if len(layouts) > ladder:  # a cache whose frames were given has no rung for tokens that wait
+        mine.setdefault(f"pool{ladder}", np.empty((0, layouts[ladder].nbytes), np.uint8))
+    pools = [
+        _take(mine, f"pool{r}", "uint8", (int((rung == r).sum()), layout.nbytes))
+        for r, layout in enumerate(layouts)
+    ]
+    if mine:
+        raise FormatError(f"unknown entries {sorted(mine)[:3]}")
+    return pools
 
 
 def _check(

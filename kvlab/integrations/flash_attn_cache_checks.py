@@ -80,19 +80,7 @@ def check_cache(
         q, k_cache, v_cache, k, v, cache_seqlens, cache_batch_idx, cache_leftpad, block_table
     )
     num_new = sizes.get("seqlen_new", 0)
-    pages, capacity = block_table, k_cache.shape[1]
-    if pages is not None:
-        pages = pages if len(k_cache) else pages[:, :0]
-        capacity *= pages.shape[1]
-    elif len(k_cache) < sizes["batch"] and (cache_batch_idx is None or not len(k_cache)):
-        raise ValueError(
-            f"k_cache has {len(k_cache)} rows, q has {sizes['batch']}: each needs a row of the cache"
-        )
-    if sizes["batch"] * capacity > LONGEST:
-        raise NotImplementedError(
-            f"a cache of {sizes['batch']} rows of {capacity} tokens: positions count to {LONGEST} over all "
-            "rows of a call; call it for a part of the rows at a time"
-        )
+    pages, capacity = _pages_and_capacity(k_cache, block_table, cache_batch_idx, sizes["batch"])
     lengths = _check_lengths(cache_seqlens, q, num_new, capacity)
     starts = None
     if cache_leftpad is not None:
@@ -130,6 +118,24 @@ def _check_shapes(
         shapes["block_table"] = block_table.shape, ("batch", "max_num_blocks_per_seq")
     match_shapes(shapes)
     return sizes
+
+
+def _pages_and_capacity(
+    k_cache: Tensor, block_table: Tensor | None, cache_batch_idx: Tensor | None, batch: int
+) -> tuple[Tensor | None, int]:
+    """Return the table of pages, without columns where no page is, and how many tokens a row can have."""
+    pages, capacity = block_table, k_cache.shape[1]
+    if pages is not None:
+        pages = pages if len(k_cache) else pages[:, :0]
+        capacity *= pages.shape[1]
+    elif len(k_cache) < batch and (cache_batch_idx is None or not len(k_cache)):
+        raise ValueError(f"k_cache has {len(k_cache)} rows, q has {batch}: each needs a row of the cache")
+    if batch * capacity > LONGEST:
+        raise NotImplementedError(
+            f"a cache of {batch} rows of {capacity} tokens: positions count to {LONGEST} over all "
+            "rows of a call; call it for a part of the rows at a time"
+        )
+    return pages, capacity
 
 
 def _check_lengths(cache_seqlens: Any, q: Tensor, num_new: int, capacity: int) -> Tensor:

@@ -346,24 +346,11 @@ _DTYPES = dict.fromkeys(("cu_seqlens_q_groups", "cu_seqlens_k", "prefix_lens", "
 _DTYPES |= dict.fromkeys(("into[0]", "into[1]"), "float32")
 
 
-@lru_cache(maxsize=1024)
-def _checked(
-    operation: str,
-    kinds: tuple[Kind, ...],
-    groups: int,
-    causal: bool,
-    scale: float | None,
-    implementation: str | None,
-    longest: tuple[int | None, int | None],
-    sm_margin: int,
-    backend: str | None,
-    segment_len: int | None,
-    return_lse: bool,
-    merges: bool,
-) -> GroupedCall:
+def _checked_kinds(named: Mapping[str, Kind]) -> tuple[str, Mapping[str, int], Device]:
+    """Check the kinds of arrays by name; return the dtype of q, the value of each symbol and the device."""
     shapes, devices = {}, {}
-    dtype = dtype_of_kind(kinds[0], "q_groups[0]")
-    for name, kind in zip(_names_of(groups, segment_len is not None, merges), kinds, strict=True):
+    dtype = dtype_of_kind(named["q_groups[0]"], "q_groups[0]")
+    for name, kind in named.items():
         of_list, _, index = name.removesuffix("]").rpartition("[")
         argument = of_list or name
         found, fixed = dtype_of_kind(kind, name), _DTYPES.get(argument)
@@ -381,7 +368,26 @@ def _checked(
     check_heads(sizes, "q_groups[0]")
     if sizes["D"] == 0:
         raise ValueError("q_groups[0] has D = 0: head_dim must be at least 1")
-    device = one_device(devices)
+    return dtype, sizes, one_device(devices)
+
+
+@lru_cache(maxsize=1024)
+def _checked(
+    operation: str,
+    kinds: tuple[Kind, ...],
+    groups: int,
+    causal: bool,
+    scale: float | None,
+    implementation: str | None,
+    longest: tuple[int | None, int | None],
+    sm_margin: int,
+    backend: str | None,
+    segment_len: int | None,
+    return_lse: bool,
+    merges: bool,
+) -> GroupedCall:
+    named = dict(zip(_names_of(groups, segment_len is not None, merges), kinds, strict=True))
+    dtype, sizes, device = _checked_kinds(named)
     row = _row_of(operation, device, dtype, sizes["D"], implementation, backend)
     if segment_len is not None and device.kind == "cuda" and implementation == "separate":
         raise NotImplementedError(
@@ -393,20 +399,9 @@ def _checked(
     max_seqlens = [total if most is None else most for most, total in zip(longest, totals, strict=True)]
     scores = scores_of(sizes["D"], (causal, scale, -1, -1, 0.0))
     return GroupedCall(
-        row,
-        sizes,
-        dtype,
-        device,
-        kinds,
-        groups,
-        scores,
-        implementation,
-        (max_seqlens[0], max_seqlens[1]),
-        sm_margin,
-        segment_len,
-        return_lse,
-        merges,
-    )
+        row, sizes, dtype, device, kinds, groups, scores, implementation, (max_seqlens[0], max_seqlens[1]),
+        sm_margin, segment_len, return_lse, merges,
+    )  # fmt: skip
 
 
 def _row_of(

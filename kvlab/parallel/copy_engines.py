@@ -166,20 +166,13 @@ class Mailbox:
                     _check(
                         driver.cuStreamWaitValue32(stream, self._flag(rank, _READ, slot, other), use - 1, 0)
                     )
+                to = self._remote[other] + begin + begins[other] * row_bytes
                 for n, array in enumerate(kept):
-                    piece = array[other]
-                    if rows := piece.shape[0]:
-                        to = self._remote[other] + begin + n * nbytes + begins[other] * row_bytes + before
-                        pitch = piece.stride(0) * itemsize
-                        self._push(piece.data_ptr() + before, pitch, to, row_bytes, rows, sent, stream)
+                    self._send(array[other], to + n * nbytes, row_bytes, before, sent)
                 if step:
                     flag = self._flag(other, _COME, slot, rank)
                     _check(driver.cuStreamWriteValue32(stream, flag, first + number, 0))
-        for other in others:
-            flag = self._flag(rank, _COME, slot, other)
-            _check(driver.cuStreamWaitValue32(stream, flag, self._pieces[slot], 0))
-        over = _cuda.Event()  # what was to come has come, and what was to be sent may be overwritten
-        over.record(self._stream)
+        over = self._over(slot, others)
         _watch(over, self._timeout, what)
         shape = (sum(incoming), *like.shape[1:])
         buffers = tuple(self._view(begin + n * nbytes, shape, like.dtype) for n in range(len(kept)))
@@ -198,6 +191,21 @@ class Mailbox:
             False,
             Arrival(self._flag(rank, _COME, slot, 0), first, width),
         )
+
+    def _send(self, piece: Tensor, to: int, row_bytes: int, before: int, nbytes: int) -> None:
+        """Copy `nbytes` of each row of a piece, from byte `before` on, to rows that begin at `to`."""
+        if rows := piece.shape[0]:
+            pitch, stream = piece.stride(0) * piece.element_size(), self._stream.cuda_stream
+            self._push(piece.data_ptr() + before, pitch, to + before, row_bytes, rows, nbytes, stream)
+
+    def _over(self, slot: int, others: Sequence[int]) -> Any:
+        """An event: what was to come has come, and what was to be sent may be overwritten."""
+        for other in others:
+            flag = self._flag(self._rank, _COME, slot, other)
+            _check(_driver().cuStreamWaitValue32(self._stream.cuda_stream, flag, self._pieces[slot], 0))
+        over = _cuda.Event()
+        over.record(self._stream)
+        return over
 
     def _give_back(self, others: Sequence[int], stream: int) -> None:
         """Tell the other ranks which slots have been read."""

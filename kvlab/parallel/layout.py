@@ -183,6 +183,27 @@ class Shard:
         return _as_rows([(s + which * n, n) for s, n in zip(starts, size, strict=True)])
 
 
+class _GatheredKeys(NamedTuple):
+    """Keys that a rank has gathered: `begins` says where in its buffer those of each rank begin."""
+
+    shard: Shard
+    begins: NDArray[np.int64]
+
+    def chunk(self, holder: int, sequence: int, which: int) -> tuple[int, int]:
+        """Where in the buffer the early or late chunk of a rank begins, and its tokens."""
+        length = int(self.shard.chunk_lengths[sequence])
+        begin = int(self.begins[holder]) + int(self.shard.cu_seqlens[sequence])
+        return begin + which * length, length
+
+    def seen_by(
+        self, q_rows: Rows, cu_q: NDArray[np.int32], chunks: list[tuple[int, int]], *, mask: bool
+    ) -> Part:
+        """Queries that see chunks (rank, which) of every sequence."""
+        size = self.shard.chunk_lengths
+        keys = [self.chunk(holder, b, which) for b in range(len(size)) for holder, which in chunks]
+        return Part(q_rows, _as_rows(keys), cu_q, _bounds(size * len(chunks)), mask)
+
+
 @lru_cache(maxsize=256)
 def zigzag_llama3_plan(shard: Shard, causal: bool, window: tuple[int, int] = (-1, -1)) -> Plan:
     """Gathered keys, zigzag chunks.
@@ -203,69 +224,72 @@ def zigzag_llama3_plan(shard: Shard, causal: bool, window: tuple[int, int] = (-1
         Keys before and after its own position that a row sees; -1 means no limit.
     """
     world, rank, size, mine = shard.world_size, shard.rank, shard.chunk_lengths, shard.cu_seqlens
-    total, offsets = int(mine[-1]), mine[:-1].astype(np.int64)
+    total = int(mine[-1])
     takes = np.full((world, world), total)
     if window == (-1, -1):
         np.fill_diagonal(takes, 0)
         if causal and len(size) == 1:
             takes[np.tril_indices(world, -1)] = total // 2
-    begins = np.cumsum(takes[rank]) - takes[rank]
-
-    def chunk(holder: int, sequence: int, which: int) -> tuple[int, int]:
-        """Where in the buffer the early or late chunk of a rank begins, and its tokens."""
-        return int(begins[holder] + offsets[sequence] + which * size[sequence]), int(size[sequence])
-
-    def part(q_rows: Rows, cu_q: NDArray[np.int32], chunks: list[tuple[int, int]], *, mask: bool) -> Part:
-        """Queries that see chunks (rank, which) of every sequence."""
-        keys = [chunk(holder, b, which) for b in range(len(size)) for holder, which in chunks]
-        return Part(q_rows, _as_rows(keys), cu_q, _bounds(size * len(chunks)), mask)
-
+    keys = _GatheredKeys(shard, np.cumsum(takes[rank]) - takes[rank])
     if window != (-1, -1):
-        left, right = window
-        if not causal and right != 0:
-            raise NotImplementedError(
-                f"window={window} without causal: keys behind a chunk would have to be masked by "
-                "position; pass causal=True"
-            )
-        back = -(-left // max(1, int(size.min(initial=left)))) if left >= 0 else shard.pieces
-        order = [(c, 0) if c < world else (shard.pieces - 1 - c, 1) for c in range(shard.pieces)]
-        parts = (
-            part(shard.half(which), _bounds(size), order[max(0, c - back) : c + 1], mask=True)
-            for which, c in enumerate(shard.chunks)
-        )
-        return Plan(takes, (), tuple(parts))
+        return Plan(takes, (), _windowed_parts(keys, causal, window))
     before, behind = (
         [(holder, w) for holder in ranks for w in (0, 1)] for ranks in (range(rank), range(rank + 1, world))
     )
     local = (Part(ALL, ALL, mine, mine, causal),)
     if not causal:
-        return Plan(takes, local, (part(ALL, mine, before + behind, mask=False),) if world > 1 else ())
+        others = (keys.seen_by(ALL, mine, before + behind, mask=False),)
+        return Plan(takes, local, others if world > 1 else ())
     before = before[::2]
-    early, late = shard.half(0), shard.half(1)
-    gathered = part(ALL, mine, before, mask=False), part(late, _bounds(size), behind, mask=False)
+    gathered = (
+        keys.seen_by(ALL, mine, before, mask=False),
+        keys.seen_by(shard.half(1), _bounds(size), behind, mask=False),
+    )
     if len(size) > 1:
-        gathered = _side_by_side(gathered, size, begins, before, behind)
-    prefixes = None
-    if world > 1 and total:
-        seen = before + behind
-        groups = [(rows, count) for rows, count in ((early, len(before)), (late, len(seen))) if count]
-        lens = tuple((size * count).astype(np.int32) for _, count in groups)
-        prefixes = Prefixes(tuple(rows for rows, _ in groups), _bounds(size), lens, _bounds(size * len(seen)))
-        if len(size) > 1:
-            length = int(np.gcd.reduce(size))
-            table = np.zeros((len(size), len(seen) * int(size.max()) // length), np.int32)
-            for b, row in enumerate(table):
-                firsts = [chunk(holder, b, which)[0] // length for holder, which in seen]
-                numbers = np.add.outer(firsts, np.arange(size[b] // length)).ravel()
-                row[: len(numbers)] = numbers
-            prefixes = prefixes._replace(segment_table=table, segment_len=length)
-    runs = _runs(shard, chunk) if prefixes else None
+        gathered = _side_by_side(gathered, size, keys.begins, before, behind)
+    prefixes = _prefixes(keys, before, behind) if world > 1 and total else None
+    runs = _runs(shard, keys.chunk) if prefixes else None
     sums = None
     if prefixes and len(size) == 1:
         n, theirs = int(size[0]), int(takes[rank].sum())
         # Others' keys lie in the order of ranks: those before have sent their early chunk, which both see.
         sums = _seen(n, (n, 2 * n), 2 * n, causal=True), _seen(n, (rank * n, theirs), theirs, causal=False)
     return Plan(takes, local, tuple(p for p in gathered if p.cu_k[-1]), prefixes, runs, sums)
+
+
+def _windowed_parts(keys: _GatheredKeys, causal: bool, window: tuple[int, int]) -> tuple[Part, ...]:
+    """The early and the late queries of a rank, with the keys that a window may show them."""
+    shard, (left, right) = keys.shard, window
+    if not causal and right != 0:
+        raise NotImplementedError(
+            f"window={window} without causal: keys behind a chunk would have to be masked by "
+            "position; pass causal=True"
+        )
+    world, size = shard.world_size, shard.chunk_lengths
+    back = -(-left // max(1, int(size.min(initial=left)))) if left >= 0 else shard.pieces
+    order = [(c, 0) if c < world else (shard.pieces - 1 - c, 1) for c in range(shard.pieces)]
+    return tuple(
+        keys.seen_by(shard.half(which), _bounds(size), order[max(0, c - back) : c + 1], mask=True)
+        for which, c in enumerate(shard.chunks)
+    )
+
+
+def _prefixes(keys: _GatheredKeys, before: list[tuple[int, int]], behind: list[tuple[int, int]]) -> Prefixes:
+    """Early and late queries as groups, which see prefixes of others' keys."""
+    size, seen = keys.shard.chunk_lengths, before + behind
+    early, late = keys.shard.half(0), keys.shard.half(1)
+    groups = [(rows, count) for rows, count in ((early, len(before)), (late, len(seen))) if count]
+    lens = tuple((size * count).astype(np.int32) for _, count in groups)
+    prefixes = Prefixes(tuple(rows for rows, _ in groups), _bounds(size), lens, _bounds(size * len(seen)))
+    if len(size) == 1:
+        return prefixes
+    length = int(np.gcd.reduce(size))
+    table = np.zeros((len(size), len(seen) * int(size.max()) // length), np.int32)
+    for b, row in enumerate(table):
+        firsts = [keys.chunk(holder, b, which)[0] // length for holder, which in seen]
+        numbers = np.add.outer(firsts, np.arange(size[b] // length)).ravel()
+        row[: len(numbers)] = numbers
+    return prefixes._replace(segment_table=table, segment_len=length)
 
 
 def _side_by_side(

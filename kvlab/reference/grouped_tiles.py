@@ -106,6 +106,34 @@ def grouped_tiles(
     [[(1, 2, 7), (1, 0, 5)], [(0, 2, 3), (0, 0, 1)]]
     """
     rows_of, keys_of, lengths = (np.asarray(x, np.int64) for x in (q_lengths, prefix_lens, k_lengths))
+    tiles = _tiles_of_a_head(rows_of, keys_of, lengths, positions, causal, entries, paired)
+    of_head = np.array(tiles, ENTRY).reshape(-1, entries)
+    heads = np.arange(0, heads_kv * group, pack)
+    every = np.repeat(of_head[:, None], len(heads), axis=1)
+    every["head_q"] = heads[:, None]
+    every["head_kv"] = heads[:, None] // group
+    tiles_of_all = every.reshape(-1, entries)
+    num_tiles = tiles_of_keys(tiles_of_all, block_n)
+    if last_tiles and len(num_tiles):
+        section = section_of(tiles_of_all[:, 0], len(lengths) * heads_kv, heads_kv, sections)
+        full = _full_of_last(num_tiles, section, last_tiles, longest)
+    elif blocks and 2 * len(num_tiles) < 3 * blocks:  # what a block has to do on average
+        full = np.full(len(num_tiles), max(MIN_KEYS, -(-int(num_tiles.sum()) // blocks)))
+    else:
+        return tiles_of_all
+    return _split(tiles_of_all, block_n, full)
+
+
+def _tiles_of_a_head(
+    rows_of: NDArray[np.int64],
+    keys_of: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    positions: int,
+    causal: bool,
+    entries: int,
+    paired: bool,
+) -> list[list[tuple[int, ...]]]:
+    """Return the entries of the tiles of one KV head, sequence by sequence."""
     starts_q, starts_k = np.cumsum(rows_of, axis=1) - rows_of, np.cumsum(lengths) - lengths
     tiles: list[list[tuple[int, ...]]] = []
     for b, length in enumerate(lengths.tolist()):
@@ -122,28 +150,20 @@ def grouped_tiles(
                 position, start, rows, k_start, keys, *_, g = own[0]
                 own.append((0, start, 0, k_start, keys, 0, 0, keys, g))
             tiles.append([(b, 0, 0, *entry, max(x[6] for x in own), 0, 1, 0) for entry in own])
-    of_head = np.array(tiles, ENTRY).reshape(-1, entries)
-    heads = np.arange(0, heads_kv * group, pack)
-    every = np.repeat(of_head[:, None], len(heads), axis=1)
-    every["head_q"] = heads[:, None]
-    every["head_kv"] = heads[:, None] // group
-    tiles_of_all = every.reshape(-1, entries)
-    num_tiles = tiles_of_keys(tiles_of_all, block_n)
-    if last_tiles and len(num_tiles):
-        section = section_of(tiles_of_all[:, 0], len(lengths) * heads_kv, heads_kv, sections)
-        counters = counter_of(num_tiles, int(num_tiles.max()) if longest is None else longest)
-        from_counter = np.empty_like(num_tiles)  # tiles of its section that come with it or later
-        for one in np.unique(section):
-            own = counters[section == one]
-            from_counter[section == one] = np.bincount(own)[::-1].cumsum()[::-1][own]
-        full = np.where(
-            from_counter <= last_tiles, np.maximum(MIN_KEYS, -(-num_tiles // LAST_PARTS)), 1 << 30
-        )
-    elif blocks and 2 * len(num_tiles) < 3 * blocks:  # what a block has to do on average
-        full = np.full(len(num_tiles), max(MIN_KEYS, -(-int(num_tiles.sum()) // blocks)))
-    else:
-        return tiles_of_all
-    return _split(tiles_of_all, block_n, full)
+    return tiles
+
+
+def _full_of_last(
+    num_tiles: NDArray[np.int64], section: NDArray[np.int64], last_tiles: int, longest: int | None
+) -> NDArray[np.int64]:
+    """Return how many tiles of keys a part has where the last tiles of each section are split."""
+    counters = counter_of(num_tiles, int(num_tiles.max()) if longest is None else longest)
+    from_counter = np.empty_like(num_tiles)  # tiles of its section that come with it or later
+    for one in np.unique(section):
+        own = counters[section == one]
+        from_counter[section == one] = np.bincount(own)[::-1].cumsum()[::-1][own]
+    part = np.maximum(MIN_KEYS, -(-num_tiles // LAST_PARTS))
+    return np.where(from_counter <= last_tiles, part, 1 << 30)
 
 
 def _members(
