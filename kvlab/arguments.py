@@ -41,11 +41,21 @@ _ELSEWHERE = {
     "num_key_value_heads": "num_heads_kv",
     "eos_token_id": "stop",
     "max_length": "max_new_tokens",
+    "is_causal": "causal",
+    "softmax_scale": "scale",
+    "sm_scale": "scale",
+    "window_size": "window",
+    "logits_soft_cap": "softcap",
+    "return_attn_probs": "return_lse",
 }
 """Options of other libraries and what they are called here."""
 _NOT_HERE = {
     "q_group_size": "there are no groups: every key and value of a token has a step size of its own",
     "do_sample": "a temperature above 0 draws, 0 does not",
+    "dropout_p": "there is no dropout",
+    "alibi_slopes": "there are no biases that grow with distance",
+    "attn_mask": "what rows see is said by causal, window and, in attention_varlen, the lengths of sequences",
+    "enable_gqa": "q may have more heads than k and v in any case",
 }
 
 
@@ -108,7 +118,7 @@ def whole_number(value: Any, name: str, minimum: int | None = None, maximum: int
         raise TypeError(f"{name}={shown(value)} must be a whole number, not {type(value).__name__}") from None
     if (minimum is not None and found < minimum) or (maximum is not None and found > maximum):
         limits = f"be at least {minimum}" if maximum is None else f"lie between {minimum} and {maximum}"
-        raise ValueError(f"{name}={shown(value)} must {limits}")
+        raise ValueError(f"{name}={shown(value)} must {f'be {minimum}' if minimum == maximum else limits}")
     return found
 
 

@@ -160,6 +160,11 @@ def _rung(word: int | str) -> Rung:
         )
     if match[2] and len(match[2]) == 4:
         return _with_profile(str(word), match[2], int(match[3]))
+    if match[2] and len(match[2]) > 2:
+        raise ValueError(
+            f"bits: {word!r} has {len(match[2])} digits for K; a width for each quarter of its channels "
+            "takes four, as k8422v3"
+        )
     rung = Rung(int(match[1]), int(match[1])) if match[1] else Rung(int(match[2]), int(match[3]))
     for name, width in (("K", rung.bits_k), ("V", rung.bits_v)):
         if width not in WIDTHS:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+
+import numpy as np
 
 from kvlab.arguments import shown
 
@@ -65,8 +66,9 @@ def format_size(nbytes: int) -> str:
 # ---- the byte budget of a cache
 
 _UNITS = {"bpe": (16, "bits per element"), "%": (100, "per cent of float16's bytes")}
-MAX_FRACTION = 16
-"""Larger ones were meant as bytes: pages of 32 bits take twice those of float16, open pages little more."""
+MAX_FRACTION = 2.5
+"""Larger ones were meant as bits or bytes: pages of 32 bits take twice those of float16, with all else little
+more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,14 @@ class Budget:
 
 
 def parse_budget(budget: float | int | str | None) -> Budget:
-    """Parse a budget as users write it.
+    """Parse a budget as users write it, in Python or in commands; numbers of NumPy are taken, too.
+
+    Raises
+    ------
+    TypeError
+        If it is no number or text; nor is an array or tensor: one on a GPU would have to be waited for.
+    ValueError
+        If it is not positive, or a fraction above `MAX_FRACTION`.
 
     Examples
     --------
@@ -91,9 +100,8 @@ def parse_budget(budget: float | int | str | None) -> Budget:
     """
     if budget is None:
         return Budget()
-    number: Any = budget
-    if getattr(number, "ndim", None) == 0:  # one of NumPy
-        budget = number.item()
+    if isinstance(budget, np.generic):
+        budget = budget.item()
     if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
         raise TypeError(
             f"budget={shown(budget)} must be a fraction, bytes, a string such as '6GiB' or '4.25bpe', or None"
@@ -125,6 +133,7 @@ def parse_budget(budget: float | int | str | None) -> Budget:
     if fraction > MAX_FRACTION:
         raise ValueError(
             f"budget={budget!r} is a fraction of float16's bytes; no cache takes {MAX_FRACTION} times as "
-            "many. Write a number of bytes as a whole number or with a unit: 500_000, '6GiB'"
+            "many. Write bits per element as '4.25bpe', bytes as a whole number or with a unit, 500_000 or "
+            "'6GiB', and None for no limit"
         )
     return Budget(fraction=fraction)

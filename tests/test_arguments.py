@@ -29,7 +29,7 @@ WRONG: dict[str, list[Any]] = {
     "arrays": ["a", 1.5, None, [], {}, [1.0]],
     "results": ["a", 1.5, [], {}, [1.0], [1.0, 2.0], (None, None)],
     "mask": ["a", 1.5, [True], object(), {}, np.ones((1, 8))],
-    "rows": ["a", 1.5, None, [0], np.array([0.5]), np.array([[0]]), np.array([7]), np.array([-1])],
+    "rows": ["a", 1.5, None, [0.5], np.array([0.5]), np.array([[0]]), np.array([7]), np.array([-1])],
     "budget": ["a", [1], True, -1, 0, NAN, 1j, {}, b"x", "1GB?"],
     "bits": ["a", 1.5, None, [], [5], 7, [0], "k4", ["k0v4"], [2, "k4v0"]],
     "importance": ["nonsense", 1, [1], {}, None],
@@ -254,6 +254,20 @@ def test_errors_say_of_an_array_what_it_is_and_not_what_is_in_it() -> None:
             check(Q, "x") if check is not parse_budget else check(Q)
         assert "float32 array of shape (1, 8, 4, 32)" in str(caught.value)
         assert len(str(caught.value)) < 250
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [
+        ("is_causal", "causal is meant"), ("softmax_scale", "scale is meant"), ("casual", "causal is meant"),
+        ("dropout_p", "there is no dropout: leave it out"), ("mask", "options are q, k, v, causal, scale"),
+    ],
+)  # fmt: skip
+def test_an_option_of_another_library_is_refused_with_a_hint(option: str, hint: str) -> None:
+    with pytest.raises(TypeError, match=f"{option}=1 is no option of attention.*{hint}"):
+        kvlab.attention(Q, K, V, **{option: 1})  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'v'"):
+        kvlab.attention(Q, K)  # type: ignore[call-arg]
 
 
 def test_every_public_name_is_in_the_table() -> None:

@@ -15,6 +15,7 @@ what `kvlab.ops.cpu` and `kvlab.ops.cuda` have; what a plan may take is in `kvla
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import fields
 from functools import partial
@@ -322,12 +323,12 @@ class MixedPrecisionCache(Runner):
         self._device.clear()
 
     @opaque
-    def reorder(self, rows: Array) -> None:
+    def reorder(self, rows: Array | Sequence[int]) -> None:
         """Make row i a copy of the present row `rows[i]`, as beam search does; the batch keeps its size.
 
         Parameters
         ----------
-        rows : (batch,) integer array
+        rows : (batch,) integer array, or list
             Numbers of rows, 0 to batch - 1.
 
         Raises
@@ -338,13 +339,13 @@ class MixedPrecisionCache(Runner):
         self._take_rows(row_numbers(rows, self.batch, keep_size=True))
 
     @opaque
-    def select(self, rows: Array) -> None:
+    def select(self, rows: Array | Sequence[int]) -> None:
         """Keep the given rows, in the given order; the batch becomes as long as `rows`.
 
         Parameters
         ----------
-        rows : (n,) integer array
-            Numbers of rows, 0 to batch - 1; a row may occur several times.
+        rows : (n,) integer array, or list
+            Numbers of rows, 0 to batch - 1; a row may occur several times. None of them leaves a batch of 0.
 
         Raises
         ------

@@ -35,7 +35,7 @@ _MINIMUM = {
     "num_layers": 1,
     "num_heads_q": 1,
     "num_heads_kv": 1,
-    "head_dim": 16,
+    "head_dim": 0,
     "batch": 0,
     "residual": 0,
     "sink": 0,
@@ -135,7 +135,7 @@ class CacheOptions:
             raise ValueError(
                 f"num_heads_q={self.num_heads_q} must be a multiple of num_heads_kv={self.num_heads_kv}"
             )
-        if self.head_dim % 16 or self.head_dim > 256:
+        if self.head_dim not in range(16, 257, 16):
             raise ValueError(f"head_dim={self.head_dim} is not supported; a multiple of 16 from 16 to 256 is")
         if self.max_seqlen is not None:
             self.max_seqlen = whole_number(self.max_seqlen, "max_seqlen", 0, LONGEST)
@@ -158,8 +158,8 @@ class CacheOptions:
         if self.bits == BITS:
             frames_hold, ample = self._frames_hold(), self._is_ample()
             self.bits = default_bits(self.head_dim, frames_hold=frames_hold, is_ample=ample)
-        elif isinstance(self.bits, Iterable) and not isinstance(self.bits, str):
-            self.bits = tuple(self.bits)
+        else:
+            self.bits = _bits(self.bits)
         check_device(self.device)
         self.device = self.device or "cpu"
         if self.on_gpu:
@@ -234,7 +234,18 @@ class CacheOptions:
         names = [field.name for field in fields(self) if field.name not in ("device", "frames")]
         found = {name: getattr(self, name) for name in names}
         bits = self.bits
-        return {**found, "bits": bits if isinstance(bits, (str, int)) else list(map(str, bits))}
+        return {**found, "bits": bits if isinstance(bits, (str, int)) else list(bits)}
+
+
+def _bits(bits: Any) -> Bits:
+    """Widths as files have them, in numbers of Python and text."""
+    if isinstance(bits, Iterable) and not isinstance(bits, str):
+        return tuple(map(_word_of_bits, bits))
+    return int(bits) if isinstance(bits, np.integer) else bits
+
+
+def _word_of_bits(word: Any) -> int | str:
+    return word if isinstance(word, int) else int(word) if isinstance(word, np.integer) else str(word)
 
 
 def _rotary(rotary: Any, num_layers: int, head_dim: int) -> Rotary:
@@ -268,9 +279,12 @@ def _windows(window: Any, num_layers: int) -> int | tuple[int | None, ...] | Non
     return tuple(None if x is None else whole_number(x, "sliding_window", 1, LONGEST) for x in window)
 
 
-def row_numbers(rows: Array, batch: int, keep_size: bool = False) -> NDArray[np.int64]:
+def row_numbers(rows: Array | Sequence[int], batch: int, keep_size: bool = False) -> NDArray[np.int64]:
     """Numbers of rows of a batch; with `keep_size` as many as it has."""
-    numbers = np.asarray(to_numpy_view(rows, "rows"))
+    if isinstance(rows, list | tuple):
+        numbers = np.asarray(rows) if rows else np.empty(0, np.int64)
+    else:
+        numbers = to_numpy_view(rows, "rows")
     if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
         raise TypeError(f"rows must be a vector of integers, not {numbers.dtype} of shape {numbers.shape}")
     if keep_size and len(numbers) != batch:
@@ -279,5 +293,6 @@ def row_numbers(rows: Array, batch: int, keep_size: bool = False) -> NDArray[np.
         )
     outside = numbers[(numbers < 0) | (numbers >= batch)]
     if len(outside):
-        raise ValueError(f"rows names row {outside[0]}; this batch has rows 0 to {batch - 1}")
+        there = f"rows 0 to {batch - 1}" if batch else "no rows"
+        raise ValueError(f"rows names row {outside[0]}; this batch has {there}")
     return numbers.astype(np.int64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvlab.arguments import LONGEST, number, whole_number
+from kvlab.arguments import LONGEST, check_names, number, whole_number
 from kvlab.arrays import Array, ArrayT, device_of
 from kvlab.cache import prefill
 from kvlab.cache.budget import Limit
@@ -23,7 +24,7 @@ from kvlab.cache.launches import keep_launches, launch_again
 from kvlab.cache.layers import Layer, LayerFormat
 from kvlab.cache.options import CacheOptions
 from kvlab.cache.step import DeviceCache
-from kvlab.device import translated_out_of_memory
+from kvlab.device import gpus_missing_because, translated_out_of_memory
 from kvlab.ladder import Ladder, parse_bits
 from kvlab.ops.device_arrays import dense_strides
 from kvlab.ops.frame import STEADY_OVER, mean_factors
@@ -36,6 +37,16 @@ __all__ = ["EXECUTORS", "Runner"]
 
 EXECUTORS: dict[str, Any] = {"cpu": CPU, "cuda": GPU}
 """Who carries out the operations of a cache, by the kind of its device."""
+
+
+def _renamed(num_new: int, older: dict[str, int], method: str) -> int:
+    """The value of `num_new`, which was called `steps`."""
+    if "steps" in older:
+        message = "steps= is now called num_new=; the older name works for one version more"
+        warnings.warn(message, DeprecationWarning, stacklevel=3)
+        num_new = older.pop("steps")
+    check_names(older, ["num_new"], method)
+    return num_new
 
 
 class Runner(CacheOptions):
@@ -311,7 +322,7 @@ class Runner(CacheOptions):
 
     # ---- CUDA graphs ---------------------------------------------------------------------------------------
 
-    def prepare(self, num_new: int = 1) -> tuple[Hashable, ...]:
+    def prepare(self, num_new: int = 1, **older: int) -> tuple[Hashable, ...]:
         """Make room for the next tokens, so that the next step of every layer only launches kernels.
 
         With `recording` and `replayed` this lets a CUDA graph hold a step of all layers: lengths and page
@@ -321,6 +332,8 @@ class Runner(CacheOptions):
         ----------
         num_new : int
             New tokens of a row, 1 to 16.
+        **older
+            ``steps=``, the older name of `num_new`, with a warning; the next version does without it.
 
         Returns
         -------
@@ -353,7 +366,7 @@ class Runner(CacheOptions):
                 graphs[key].replay()
                 cache.replayed()
         """
-        num_new = whole_number(num_new, "num_new", 1, LONGEST)
+        num_new = whole_number(_renamed(num_new, older, "prepare"), "num_new", 1, LONGEST)
         self._refuse_cpu("prepare")
         device = self._device
         if not self._has_memory:
@@ -405,8 +418,9 @@ class Runner(CacheOptions):
             for counter, values in zip(counters, before, strict=True):
                 counter[:] = values
 
-    def replayed(self, num_new: int = 1) -> None:
+    def replayed(self, num_new: int = 1, **older: int) -> None:
         """Count a step of all layers that a CUDA graph has replayed; `prepare` made room for it."""
+        num_new = _renamed(num_new, older, "replayed")
         self._refuse_cpu("replayed")
         device = self._device
         if not self._has_memory or min(device.lookahead) < num_new:
@@ -456,9 +470,11 @@ class Runner(CacheOptions):
             for name, x in arrays.items() if self.on_gpu else ():
                 device = device_of(x, name)
                 if device.kind != "cuda":
+                    missing = gpus_missing_because()
+                    way = f"there is no GPU here ({missing}):" if missing else "pass arrays on that GPU, or"
                     raise TypeError(
-                        f"{name} is on {device}, the cache is on {self.device}: pass arrays on that GPU, or "
-                        "make the cache with device='cpu'"
+                        f"{name} is on {device}, the cache is on {self.device}: {way} make the cache with "
+                        "device='cpu'"
                     ) from None
             raise
 

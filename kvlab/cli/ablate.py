@@ -78,8 +78,9 @@ def command(
     SmolLM2-135M reads a book through the cache: bytes, quality, and the time of attention of one new token
     over the pages of all layers. With a geometry (--num-layers and so on), or beyond the 8,192 tokens of the
     model, keys and values are synthetic and only their attention has a quality. A budget that the smallest
-    width does not fit gives the status "infeasible" and the smallest that does. Memory and time are estimated
-    first (on standard error); what needs more memory than is available is refused then.
+    width does not fit gives the status "infeasible", the smallest that does, and exit code 0 all the same.
+    Memory and time are estimated first (on standard error), the time without that of kernels which are not
+    compiled yet; what needs more memory than is available is refused then.
 
     With --tasks the budget holds at every length, and other caches of about its bytes stand beside it; 8
     windows of text are read, unless --num-samples is given, and memory alone is estimated. Tasks, joined by

@@ -21,7 +21,8 @@ from kvlab.errors import FormatError, needs_extra
 __all__ = ["config_of", "load_model", "sizes_of"]
 
 _KNOWN = (
-    f"random weights of known sizes come from Decoder.from_config and 'kvlab chat': {', '.join(PUBLISHED)}"
+    "random weights of known sizes come from Decoder.from_config, and from 'kvlab chat' and 'kvlab engine "
+    f"check' by the names {', '.join(PUBLISHED)}"
 )
 _CONVERT = (
     "let transformers unpack it (with the packages gguf and accelerate): Decoder.from_pretrained takes model "

@@ -23,7 +23,7 @@ from kvlab.engine.decoder import Decoder
 from kvlab.engine.options import MAX_ROWS, check_max_seqlen
 from kvlab.engine.weights import DTYPES, Weights, from_model
 from kvlab.errors import needs_extra
-from kvlab.integrations.patching import by_name, replaced
+from kvlab.integrations.patching import by_name, no_model, replaced
 
 __all__ = ["accelerate"]
 
@@ -99,7 +99,7 @@ def accelerate(model: Model, *, max_seqlen: int | None = None) -> Iterator[Model
     with needs_extra("hf", "kvlab.accelerate"):
         from transformers import PreTrainedModel
     if not isinstance(model, PreTrainedModel) or not model.can_generate():
-        raise TypeError(f"model must be a transformers model that generates, not {type(model)}")
+        raise no_model(model)
     decoders = _Decoders(model, max_seqlen)
     with replaced(model, "generate", partial(_decoded_generate, model, decoders)):
         yield model
@@ -234,94 +234,96 @@ def _decoded_forward(held: Any, forward: Callable[..., Any]) -> Callable[..., An
     return decoded_forward
 
 
+class _Columns:
+    """What transformers passes round for the tokens of a decoder: the columns that it has read."""
+
+    def __init__(self, decoders: _Decoders) -> None:
+        self.decoders = decoders
+        self._seen: NDArray[np.bool_] = np.zeros((0, 0), np.bool_)  # (rows, columns), False: padding
+        self._goes_on = False
+
+    def __repr__(self) -> str:
+        return "DecoderCache: {} rows, {} columns".format(*self._seen.shape)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns so far, padding included."""
+        return int(self._seen.shape[1])
+
+    def begin(self) -> None:
+        """Know that what comes next is the caller's: later tokens of a call of generate are its own."""
+        self._goes_on = False
+
+    def read(self, ids: Any, mask: Any, positions: Any) -> Any:
+        """Take new columns, (rows, columns), through the decoder; logits, (rows, 1, vocabulary)."""
+        import torch
+
+        past, (rows, new) = self.get_seq_length(), ids.shape
+        if self._goes_on and new == 1 and past:  # mask and positions of transformers itself
+            decoder = self.decoders.of(self, rows)
+            valid = np.concatenate([self._seen, np.ones((rows, 1), np.bool_)], 1)
+            keep, longest = valid[:, past:], int(decoder.lengths.max()) + 1
+        else:
+            valid = self._checked(rows, new, mask, positions)
+            decoder = self.decoders.of(self, rows)
+            keep, longest = valid[:, past:], int(valid.sum(1).max())
+        if longest > decoder.max_seqlen:
+            most = decoder.geometry.max_positions
+            advice = (
+                f"enter kvlab.accelerate with max_seqlen up to {most}, or generate outside"
+                if decoder.max_seqlen < most
+                else "the model takes no more, so generate fewer"
+            )
+            raise ValueError(f"max_seqlen={decoder.max_seqlen}: a row would have {longest} tokens; {advice}")
+        numbers = ids.cpu().numpy()
+        of_rows = [row[of_row] for row, of_row in zip(numbers, keep, strict=True)]
+        if ids.device.type == "cuda" and decoder.device != "cpu":
+            logits = decoder.prefill_tensor(of_rows).to(ids.device)
+        else:
+            logits = torch.from_numpy(decoder.prefill(of_rows)).to(ids.device)
+        self._seen, self._goes_on = valid, True
+        return logits[:, None]
+
+    def _checked(self, rows: int, new: int, mask: Any, positions: Any) -> NDArray[np.bool_]:
+        """Columns with the new ones, False where there is padding."""
+        past = self.get_seq_length()
+        valid = np.ones((rows, past + new), np.bool_) if mask is None else mask.cpu().numpy() != 0
+        if valid.shape != (rows, past + new) or (past and not np.array_equal(valid[:, :past], self._seen)):
+            raise ValueError(
+                f"attention_mask must be that of the {past} columns so far, then {new} new ones, for "
+                f"{len(self._seen) if past else rows} rows; it is {valid.shape}, or the old ones differ"
+            )
+        if not new:
+            raise ValueError("input_ids has rows without a token; each row is at least one token")
+        if not valid[:, -1].all():
+            raise ValueError("attention_mask must end with 1 in every row: pad on the left")
+        counted = (valid.cumsum(1) - 1)[:, past:]
+        keep = valid[:, past:]
+        if positions is not None and (positions.cpu().numpy() != counted)[keep].any():
+            raise ValueError("position_ids must count the tokens of each row, as generate does: leave it out")
+        return valid
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self._seen = np.zeros((0, 0), np.bool_)
+
+    def _refused(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            "keys and values lie in a Decoder, which reads and generates alone: pass this cache to "
+            "generate inside its kvlab.accelerate block, or call the model without it"
+        )
+
+    update = crop = reorder_cache = batch_repeat_interleave = batch_select_indices = _refused
+
+
 @cache
 def _cache_class() -> Any:
-    import torch
     from transformers.cache_utils import Cache
 
-    class DecoderCache(Cache):
-        """What transformers passes round for the tokens of a decoder: the columns that it has read."""
+    class DecoderCache(_Columns, Cache):
+        """`_Columns` as a cache of transformers; what the two have in common is of `_Columns`."""
 
         def __init__(self, decoders: _Decoders) -> None:
-            super().__init__(layers=[])
-            self.decoders = decoders
-            self._seen: NDArray[np.bool_] = np.zeros((0, 0), np.bool_)  # (rows, columns), False: padding
-            self._goes_on = False
-
-        def __repr__(self) -> str:
-            return "DecoderCache: {} rows, {} columns".format(*self._seen.shape)
-
-        def get_seq_length(self, layer_idx: int = 0) -> int:
-            """Columns so far, padding included."""
-            return int(self._seen.shape[1])
-
-        def begin(self) -> None:
-            """Know that what comes next is the caller's: later tokens of a call of generate are its own."""
-            self._goes_on = False
-
-        def read(self, ids: Any, mask: Any, positions: Any) -> Any:
-            """Take new columns, (rows, columns), through the decoder; logits, (rows, 1, vocabulary)."""
-            past, (rows, new) = self.get_seq_length(), ids.shape
-            if self._goes_on and new == 1 and past:  # mask and positions of transformers itself
-                decoder = self.decoders.of(self, rows)
-                valid = np.concatenate([self._seen, np.ones((rows, 1), np.bool_)], 1)
-                keep, longest = valid[:, past:], int(decoder.lengths.max()) + 1
-            else:
-                valid = self._checked(rows, new, mask, positions)
-                decoder = self.decoders.of(self, rows)
-                keep, longest = valid[:, past:], int(valid.sum(1).max())
-            if longest > decoder.max_seqlen:
-                most = decoder.geometry.max_positions
-                advice = (
-                    f"enter kvlab.accelerate with max_seqlen up to {most}, or generate outside"
-                    if decoder.max_seqlen < most
-                    else "the model takes no more, so generate fewer"
-                )
-                raise ValueError(
-                    f"max_seqlen={decoder.max_seqlen}: a row would have {longest} tokens; {advice}"
-                )
-            numbers = ids.cpu().numpy()
-            of_rows = [row[of_row] for row, of_row in zip(numbers, keep, strict=True)]
-            if ids.device.type == "cuda" and decoder.device != "cpu":
-                logits = decoder.prefill_tensor(of_rows).to(ids.device)
-            else:
-                logits = torch.from_numpy(decoder.prefill(of_rows)).to(ids.device)
-            self._seen, self._goes_on = valid, True
-            return logits[:, None]
-
-        def _checked(self, rows: int, new: int, mask: Any, positions: Any) -> NDArray[np.bool_]:
-            """Columns with the new ones, False where there is padding."""
-            past = self.get_seq_length()
-            valid = np.ones((rows, past + new), np.bool_) if mask is None else mask.cpu().numpy() != 0
-            if valid.shape != (rows, past + new) or (
-                past and not np.array_equal(valid[:, :past], self._seen)
-            ):
-                raise ValueError(
-                    f"attention_mask must be that of the {past} columns so far, then {new} new ones, for "
-                    f"{len(self._seen) if past else rows} rows; it is {valid.shape}, or the old ones differ"
-                )
-            if not new:
-                raise ValueError("input_ids has rows without a token; each row is at least one token")
-            if not valid[:, -1].all():
-                raise ValueError("attention_mask must end with 1 in every row: pad on the left")
-            counted = (valid.cumsum(1) - 1)[:, past:]
-            keep = valid[:, past:]
-            if positions is not None and (positions.cpu().numpy() != counted)[keep].any():
-                raise ValueError(
-                    "position_ids must count the tokens of each row, as generate does: leave it out"
-                )
-            return valid
-
-        def reset(self) -> None:
-            """Forget all tokens."""
-            self._seen = np.zeros((0, 0), np.bool_)
-
-        def _refused(self, *args: Any, **kwargs: Any) -> Any:
-            raise NotImplementedError(
-                "keys and values lie in a Decoder, which reads and generates alone: pass this cache to "
-                "generate inside its kvlab.accelerate block, or call the model without it"
-            )
-
-        update = crop = reorder_cache = batch_repeat_interleave = batch_select_indices = _refused
+            Cache.__init__(self, layers=[])
+            _Columns.__init__(self, decoders)
 
     return DecoderCache

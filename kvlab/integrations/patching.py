@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from inspect import Signature
 from typing import Any
 
-__all__ = ["by_name", "replaced"]
+__all__ = ["by_name", "no_model", "replaced"]
+
+
+def no_model(model: object) -> TypeError:
+    """What refuses anything but a transformers model that generates."""
+    hint = (
+        "; kvlab.quantized and kvlab.accelerate are entered by `with`, and their blocks do not nest"
+        if isinstance(model, AbstractContextManager)
+        else ""
+    )
+    return TypeError(f"model must be a transformers model that generates, not {type(model)}{hint}")
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvlab.errors import needs_extra
-from kvlab.integrations.patching import by_name, replaced
+from kvlab.integrations.patching import by_name, no_model, replaced
 from kvlab.ladder import BITS, Bits
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def quantized(
             "model that was compiled (model._orig_mod), or load it again if model.compile() compiled it"
         )
     if not isinstance(model, PreTrainedModel) or not model.can_generate():
-        raise TypeError(f"model must be a transformers model that generates, not {type(model)}")
+        raise no_model(model)
     if "past_key_values" not in signature(model.forward).parameters:
         raise NotImplementedError(
             f"{type(model).__name__} takes no past_key_values: it keeps states, not keys and values, so "

@@ -6,6 +6,7 @@ import copy
 import pickle
 import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from kvlab import BudgetError, MixedPrecisionCache
+from kvlab.cache import runner
 from kvlab.integrations.transformers import KVLabCache
 from kvlab.sizes import parse_budget
 from tests.integrations.models import CONFIGS
@@ -61,6 +63,21 @@ def test_a_percentage_that_is_none_is_refused_by_name(text: str) -> None:
 def test_a_few_bytes_were_meant_as_something_else(budget: Any) -> None:
     with pytest.raises(BudgetError, match=r"is \d+ bytes and an empty cache takes 332.*'30%'"):
         make(budget=budget)
+
+
+@pytest.mark.parametrize("budget", [2.6, 4.25, 12.0, "300%", "41bpe", np.float32(3)])
+def test_more_than_any_cache_takes_was_meant_as_bits_or_bytes(budget: Any) -> None:
+    with pytest.raises(ValueError, match=r"2\.5 times as many\. Write bits per element as '4\.25bpe'"):
+        parse_budget(budget)
+
+
+def test_budgets_are_numbers_of_python_or_numpy_alone() -> None:
+    assert parse_budget(np.float32(0.5)).fraction == 0.5
+    assert parse_budget(np.int64(5000)).nbytes == parse_budget(5000).nbytes == 5000
+    wrongs: list[Any] = [np.array(0.5), np.array(5000), torch.tensor(0.5)]
+    for wrong in wrongs:
+        with pytest.raises(TypeError, match=r"budget=.* must be a fraction, bytes"):
+            parse_budget(wrong)
 
 
 @pytest.mark.parametrize("bits", ["int4", "2 4 8", ("four",)])
@@ -128,3 +145,70 @@ def test_an_importance_function_may_have_defaults() -> None:
 def test_more_pages_than_tables_can_name_are_refused_before_memory_is_taken() -> None:
     with pytest.raises(NotImplementedError, match=r"70284067776 bytes .* name 68719476720"):
         MixedPrecisionCache(1, 8, 8, 256, budget=None, bits=(16,), max_seqlen=1 << 23)
+
+
+@pytest.mark.parametrize("bits", [(2, "k3v2", 8), np.int64(4), [np.int64(2), 8], "0:2+8", "default"])
+def test_a_loaded_cache_has_the_bits_that_were_given(bits: Any, tmp_path: Path) -> None:
+    cache = make(bits=bits)
+    cache.save(tmp_path / "cache")
+    assert MixedPrecisionCache.load(tmp_path / "cache").bits == cache.bits
+    assert cache.bits == (tuple(bits) if isinstance(bits, list) else bits) or bits == "default"
+
+
+def test_a_profile_has_four_digits() -> None:
+    with pytest.raises(ValueError, match=r"'k842v3' has 3 digits for K; .* takes four, as k8422v3"):
+        make(bits=("k842v3",))
+
+
+@pytest.mark.parametrize("rows", [[1, 0], (1, 0), np.array([1, 0]), torch.tensor([1, 0])])
+def test_rows_may_be_a_list(rows: Any) -> None:
+    cache = make(batch=2, budget=None, bits=(16,), dtype="float32")
+    cache.append(0, *np.random.default_rng(0).standard_normal((2, 2, 5, 2, 64), np.float32))
+    q = np.ones((2, 1, 2, 64), np.float32)
+    before = cache.attend(0, q)
+    cache.reorder(rows)
+    assert (cache.attend(0, q) == before[::-1]).all()
+    cache.select([])
+    assert cache.batch == 0
+    with pytest.raises(ValueError, match="this batch has no rows"):
+        cache.select([0])
+
+
+@pytest.mark.parametrize("rows", [[0.5], [True], ["a"], [[0]], (0, None)])
+def test_a_list_that_has_no_rows_is_refused_by_name(rows: Any) -> None:
+    with pytest.raises(TypeError, match="rows must be a vector of integers, not"):
+        make().select(rows)
+
+
+def test_an_array_of_the_cpu_is_told_that_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "gpus_missing_because", lambda: "no driver")
+    x = np.ones((1, 3, 2, 64), np.float16)
+    with pytest.raises(
+        TypeError, match=r"there is no GPU here \(no driver\): make the cache with device='cpu'"
+    ):
+        make(device="cuda").append(0, x, x)
+
+
+@pytest.mark.parametrize("head_dim", [0, 8, 24, 272])
+def test_head_dims_are_multiples_of_16(head_dim: int) -> None:
+    with pytest.raises(ValueError, match=f"head_dim={head_dim} is not supported; a multiple of 16"):
+        MixedPrecisionCache(1, 2, 2, head_dim)
+
+
+def test_the_only_layer_is_named() -> None:
+    x = np.ones((1, 3, 2, 64), np.float16)
+    with pytest.raises(ValueError, match="layer=1 must be 0"):
+        make().append(1, x, x)
+
+
+def test_the_older_name_of_new_tokens_warns() -> None:
+    with (
+        pytest.warns(DeprecationWarning, match="steps= is now called num_new="),
+        pytest.raises(NotImplementedError, match="device='cuda'"),
+    ):
+        make().prepare(steps=1)
+    with (
+        pytest.warns(DeprecationWarning, match="steps= is now called num_new="),
+        pytest.raises(NotImplementedError, match="device='cuda'"),
+    ):
+        make().replayed(steps=1)

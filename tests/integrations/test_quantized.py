@@ -130,6 +130,8 @@ def test_bad_arguments_change_nothing() -> None:
         kvlab.quantized(CONFIGS["llama"]),
     ):
         pass
+    with pytest.raises(TypeError, match="entered by `with`"), kvlab.quantized(kvlab.quantized(model)):  # type: ignore[type-var]
+        pass
     assert state(model) == before
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from kvlab.ladder import BITS as DEFAULT_BITS
 from kvlab.ladder import default_bits, is_ample, parse_bits
+from kvlab.sizes import MAX_FRACTION
 
 __all__ = ["BITS", "BUDGETS", "CONTEXTS", "MODELS", "AblationCase", "Geometry", "make_grid", "within_model"]
 
@@ -146,8 +147,10 @@ class AblationCase:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 < self.budget <= 1:
-            raise ValueError(f"budget={self.budget!r} must be a fraction of float16: above 0, at most 1")
+        if not 0 < self.budget <= MAX_FRACTION:
+            raise ValueError(
+                f"budget={self.budget!r} must be a fraction of float16: above 0, at most {MAX_FRACTION}"
+            )
         if self.bits == DEFAULT_BITS:
             object.__setattr__(self, "bits", self._own_bits())
         parse_bits(self.bits, self.geometry.num_layers)

@@ -43,7 +43,8 @@ class Cost:
         found = []
         if self.infeasible < self.cases:
             found.append(f"memory: up to {format_size(self.nbytes)} a process{of_gpu}")
-            found.append(f"time: about {_duration(self.seconds)} in one process {where}")
+            time = f"time: about {_duration(self.seconds)} in one process {where}"
+            found.append(f"{time}; more where kernels are not compiled yet")
         for count, what in (
             (self.infeasible, "infeasible: recorded as such, at no cost"),
             (self.synthetic, "of synthetic keys and values: no text is scored"),

@@ -68,7 +68,7 @@ def test_beyond_the_model_data_are_synthetic_with_its_shape() -> None:
     ("values", "message"),
     [
         ({"budget": 0.0}, "budget=0.0"),
-        ({"budget": 1.5}, "budget=1.5"),
+        ({"budget": 2.6}, r"budget=2\.6 .* at most 2\.5"),
         ({"bits": "2,5"}, "width 5"),
         ({"context_length": 200}, "context_length=200"),
         ({"device": "tpu"}, "device='tpu'"),
