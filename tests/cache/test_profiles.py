@@ -108,7 +108,7 @@ def test_profiles_are_written_as_digits() -> None:
         ("k0000v2", "the first not 0"),
         ("k8422v0", "width 0 for V"),
         ("k8422v5", "width 5 for V"),
-        ("k84222v5", "width 84222 for K"),
+        ("k84222v5", "has 5 digits for K"),
         ("8422", "width 8422 for K"),
         (("k8200v4", "k4444v8"), "a token demoted from"),
         (("k4220v2", 2), "take the same bytes"),
