@@ -132,8 +132,8 @@ def parse_budget(budget: float | int | str | None) -> Budget:
         raise ValueError(f"budget={budget!r} must be positive and finite")
     if fraction > MAX_FRACTION:
         raise ValueError(
-            f"budget={budget!r} is a fraction of float16's bytes; no cache takes {MAX_FRACTION} times as "
-            "many. Write bits per element as '4.25bpe', bytes as a whole number or with a unit, 500_000 or "
-            "'6GiB', and None for no limit"
+            f"budget={budget!r} is a fraction of float16's bytes, and {MAX_FRACTION} is the largest: float32 "
+            "takes twice those bytes. Write bits per element as '4.25bpe', bytes as a whole number or with a "
+            "unit, 500_000 or '6GiB', and None for no limit"
         )
     return Budget(fraction=fraction)

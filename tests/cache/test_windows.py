@@ -148,7 +148,7 @@ def test_a_window_that_is_not_full_is_cropped_like_any_layer() -> None:
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("budget", [None, 4.0])
+@pytest.mark.parametrize("budget", [None, 2.5])
 def test_with_rewind_tokens_come_back_into_sight(late: bool, budget: float | None) -> None:
     tokens = draw(np.random.default_rng(4), 200)
     cache = make(sliding_window=24, rewind=0 if late else 20, budget=budget)
