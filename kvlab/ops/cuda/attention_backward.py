@@ -200,33 +200,14 @@ class _Prepared:
         Of `maps`, `lists` and `runs`.
     """
 
+    lists: TileLists | None = None
+
     def __init__(self, call: Call, hopper: bool) -> None:
-        q, k, v, dout, out, lse = call.views[:6]
-        heads, dim = q.shape[-2], q.shape[-1]
+        q, k, v, dout, _, lse = call.views[:6]
         lengths = number, longest_q, _ = lengths_of(call)
-        deterministic, kind = bool(call.extra & 1), call.kinds[0]
-        sm_margin = call.extra // SM_MARGIN
-        wide = bool(call.extra & FLOAT32_DK_DV) and q.dtype != "float32"
-        aligned = all(map(is_aligned, (q, k, v, dout, out)))
-        hopper = hopper and compute_capability(q.device) == (9, 0) and q.dtype != "float32"
-        hopper = hopper and aligned and all(map(can_be_mapped, (q, k, v, dout)))
         fields = fields_of(q, k, lengths, call.scores) | _strides_of_lse(lse)
-        tiles = tiles_of(dim, q.dtype, hopper, q.device)
-        largest = CLUSTER if hopper and not sm_margin else 1  # blocks that share keys do not persist
-        cluster_split = _cluster_split(tiles, q, k, lengths, fields, largest)
-        capped = is_capped(call.scores)
-        if hopper and cluster_split == 1 and call.longest is None:
-            blocks = multiprocessors(q.device)
-            deterministic = deterministic or is_faster_in_order(dim, heads, lengths, fields, blocks)
-        long_steps = hopper and cluster_split == 1
-        long_steps = long_steps and has_long_steps(dim, capped, deterministic, lengths, fields)
-        # Short calls gain by it; in long ones a block would look for each part whether it is the first.
-        first_stores = hopper and (deterministic or (lengths[2] <= _SHORT and not long_steps))
-        plan = plan_of(
-            dim, q.dtype, capped, aligned, hopper, cluster_split, deterministic, q.device, 1, long_steps,
-            first_stores, sm_margin > 0,
-        )  # fmt: skip
-        tiles = (plan.box, *tiles[1:]) if long_steps else tiles
+        chosen = _choose(call, hopper, fields)
+        plan = chosen.plan
         aligned_rows = -(-longest_q // plan.aligned_rows) * plan.aligned_rows
         # What variable lengths take together follows from their number and total alone.
         rows = (
@@ -234,59 +215,111 @@ class _Prepared:
             if call.longest is None
             else (q.shape[0] // plan.aligned_rows + number) * plan.aligned_rows
         )
-        fields |= {
-            name: strides_of(name, x) for name, x in (("k", k), ("v", v), ("dout", dout), ("out", out))
-        }
-        fields |= {f"d{name}": contiguous_strides(x.shape) for name, x in (("q", q), ("k", k), ("v", v))}
-        fields |= {"rows": rows, "deterministic": deterministic, "float32_dk_dv": wide}
-
-        num_rows, semaphores = heads * rows, heads * rows // 16 if deterministic or first_stores else 0
-        accum_nbytes = 4 * num_rows * plan.head_dim
-        workspace_words = {
-            "lse_log2": accum_nbytes, "dpsum": accum_nbytes + 4 * num_rows, "dq_accum": 0,
-            "dq_semaphore": accum_nbytes + 8 * num_rows,
-        }  # fmt: skip
-        of_keys = "float32" if wide else q.dtype
-        workspace = (num_rows * (plan.head_dim + 2) + semaphores,), "float32"
-        self.new = allocator(
-            kind, (q.shape, q.dtype), (k.shape, of_keys), (v.shape, of_keys), workspace
-        )  # fmt: skip
-        self.stream, self.lock = stream_of(kind), Lock()
-
+        workspace = self._reserve(call, chosen, rows)
         maps = ((q, plan.box), (k, plan.keys), (v, plan.keys), (dout, plan.box)) if plan.box else ()
-        of_call = _CALL.array(fields).view(np.uint64)
+        of_call = _CALL.array(fields | _more_fields(call, rows, chosen.deterministic)).view(np.uint64)
         argument = np.concatenate([np.zeros(MAP_WORDS * len(maps), np.uint64), of_call])
         of_call = argument[MAP_WORDS * len(maps) :]
         self.maps = TensorMaps(words_of(argument), *(encoder_of(*x) for x in maps))
-        blocks, self.lists = 0, None
-        if number:
-            persistent = plan.persistent and cluster_split == 1
-            sections = 1
-            if hopper and cluster_split == 1:
-                sections = _num_sections(call, tiles, fields, plan.head_dim, deterministic)
-            builder = _list_builder(call, tiles, fields, sections, deterministic)
-            blocks = builder.capacity * cluster_split * tiles[2]
-            self.lists = TileLists(builder, call.longest is not None, kind)
-            if persistent:
-                at_once = max(1, (multiprocessors(q.device) - sm_margin) // tiles[2])
-                blocks = min(blocks, at_once * tiles[2])
-        around = (aligned_rows // PREPOST_ROWS, heads, number), (PREPOST_THREADS,), of_call
+        blocks = self._prepare_list(call, chosen, fields) if number else 0
+        grid = aligned_rows // PREPOST_ROWS, q.shape[-2], number
         launches = (
-            PreparedLaunch(plan.preprocess, *around),
+            PreparedLaunch(plan.preprocess, grid, (PREPOST_THREADS,), of_call),
             PreparedLaunch(plan.main, (blocks,), (plan.threads,), argument, plan.shared_bytes),
-            PreparedLaunch(plan.postprocess, *around),
+            PreparedLaunch(plan.postprocess, grid, (PREPOST_THREADS,), of_call),
         )
 
         def at(*names: str) -> list[int]:
             return addresses_of(of_call, map(_CALL.word, names))
 
-        of_workspace = list(zip(at(*workspace_words), workspace_words.values(), strict=True))
+        of_workspace = list(zip(at(*workspace), workspace.values(), strict=True))
         new_targets: list[Target] = [*at("list", "semaphore", "dq", "dk", "dv"), of_workspace]
         words = at("q", "k", "v", "dout", "out", "lse", "cu_q", "cu_k")[: len(call.kinds)]
         arrays = [(word,) for word in words]
         self.runs = [
             PreparedLaunches(launches, [*new_targets, *each]).run for each in self.maps.targets(*arrays)
         ]
+
+    def _reserve(self, call: Call, chosen: _Choice, rows: int) -> dict[str, int]:
+        """Prepare what makes gradients and a workspace of so many rows; return where its arrays begin."""
+        q, k, v = call.views[:3]
+        head_dim, heads, kind = chosen.plan.head_dim, q.shape[-2], call.kinds[0]
+        num_rows, semaphores = heads * rows, heads * rows // 16 if chosen.has_semaphores else 0
+        of_keys = "float32" if _is_wide(call) else q.dtype
+        workspace = (num_rows * (head_dim + 2) + semaphores,), "float32"
+        self.new = allocator(kind, (q.shape, q.dtype), (k.shape, of_keys), (v.shape, of_keys), workspace)
+        self.stream, self.lock = stream_of(kind), Lock()
+        accum_nbytes = 4 * num_rows * head_dim
+        return {
+            "lse_log2": accum_nbytes, "dpsum": accum_nbytes + 4 * num_rows, "dq_accum": 0,
+            "dq_semaphore": accum_nbytes + 8 * num_rows,
+        }  # fmt: skip
+
+    def _prepare_list(self, call: Call, chosen: _Choice, fields: dict[str, Any]) -> int:
+        """Prepare the list of tiles; return how many blocks the main kernel has."""
+        plan, tiles, cluster_split = chosen.plan, chosen.tiles, chosen.cluster_split
+        sections = 1
+        if chosen.hopper and cluster_split == 1:
+            sections = _num_sections(call, tiles, fields, plan.head_dim, chosen.deterministic)
+        builder = _list_builder(call, tiles, fields, sections, chosen.deterministic)
+        blocks = builder.capacity * cluster_split * tiles[2]
+        self.lists = TileLists(builder, call.longest is not None, call.kinds[0])
+        if plan.persistent and cluster_split == 1:
+            sm_margin = call.extra // SM_MARGIN
+            at_once = max(1, (multiprocessors(call.views[0].device) - sm_margin) // tiles[2])
+            blocks = min(blocks, at_once * tiles[2])
+        return blocks
+
+
+class _Choice(NamedTuple):
+    """Which kernels a call has, and how its work is divided."""
+
+    plan: Plan
+    tiles: tuple[int, int, int]  # rows, keys, blocks that work together
+    cluster_split: int
+    hopper: bool
+    deterministic: bool
+    has_semaphores: bool  # parts of dq are stored or added in an order
+
+
+def _choose(call: Call, hopper: bool, fields: dict[str, Any]) -> _Choice:
+    q, k, v, dout, out = call.views[:5]
+    heads, dim, lengths = q.shape[-2], q.shape[-1], lengths_of(call)
+    deterministic, sm_margin = bool(call.extra & 1), call.extra // SM_MARGIN
+    aligned = all(map(is_aligned, (q, k, v, dout, out)))
+    hopper = hopper and compute_capability(q.device) == (9, 0) and q.dtype != "float32"
+    hopper = hopper and aligned and all(map(can_be_mapped, (q, k, v, dout)))
+    tiles = tiles_of(dim, q.dtype, hopper, q.device)
+    largest = CLUSTER if hopper and not sm_margin else 1  # blocks that share keys do not persist
+    cluster_split = _cluster_split(tiles, q, k, lengths, fields, largest)
+    capped = is_capped(call.scores)
+    if hopper and cluster_split == 1 and call.longest is None:
+        blocks = multiprocessors(q.device)
+        deterministic = deterministic or is_faster_in_order(dim, heads, lengths, fields, blocks)
+    long_steps = hopper and cluster_split == 1
+    long_steps = long_steps and has_long_steps(dim, capped, deterministic, lengths, fields)
+    # Short calls gain by it; in long ones a block would look for each part whether it is the first.
+    first_stores = hopper and (deterministic or (lengths[2] <= _SHORT and not long_steps))
+    plan = plan_of(
+        dim, q.dtype, capped, aligned, hopper, cluster_split, deterministic, q.device, 1, long_steps,
+        first_stores, sm_margin > 0,
+    )  # fmt: skip
+    tiles = (plan.box, *tiles[1:]) if long_steps else tiles
+    return _Choice(plan, tiles, cluster_split, hopper, deterministic, deterministic or first_stores)
+
+
+def _is_wide(call: Call) -> bool:
+    """Whether dk and dv are float32 where q is not."""
+    return bool(call.extra & FLOAT32_DK_DV) and call.views[0].dtype != "float32"
+
+
+def _more_fields(call: Call, rows: int, deterministic: bool) -> dict[str, Any]:
+    """Return fields of a call of so many rows in the workspace: strides of all arrays, and switches."""
+    q, k, v, dout, out = call.views[:5]
+    given = (("k", k), ("v", v), ("dout", dout), ("out", out))
+    strides = {name: strides_of(name, x) for name, x in given}
+    strides |= {f"d{name}": contiguous_strides(x.shape) for name, x in (("q", q), ("k", k), ("v", v))}
+    return strides | {"rows": rows, "deterministic": deterministic, "float32_dk_dv": _is_wide(call)}
 
 
 _prepare = lru_cache(maxsize=4096)(_Prepared)

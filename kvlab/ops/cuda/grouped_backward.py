@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -36,6 +36,7 @@ from kvlab.ops.cuda.attention_backward import (
     FIELDS,
     PREPOST_ROWS,
     PREPOST_THREADS,
+    Plan,
     has_long_steps,
     plan_of,
     tiles_of,
@@ -124,6 +125,23 @@ def listed_call(
     return None
 
 
+class _Views(NamedTuple):
+    """Arrays of a call: lists have one entry for each group that has rows."""
+
+    q: list[CudaView]
+    k: CudaView
+    v: CudaView
+    dout: list[CudaView]
+    out: list[CudaView]
+    lse: list[CudaView]
+
+
+def _views_of(call: GroupedCall, results: list[Any], present: list[int]) -> _Views:
+    count = call.groups
+    dout, out, lse = ([results[at + g] for g in present] for at in (0, count, 2 * count))
+    return _Views([call.views[g] for g in present], *call.views[count : count + 2], dout, out, lse)
+
+
 class ListedCall:
     """All calls of one kind, of arrays that tensor copies can read.
 
@@ -156,107 +174,145 @@ class ListedCall:
         long_steps: bool | None,
     ) -> None:
         check_lengths(call)
-        count, rows, kind = call.groups, call.rows, call.kinds[0]
-        q_groups, (k, v) = [call.views[g] for g in present], call.views[count : count + 2]
-        douts, outs, lses = ([results[at + g] for g in present] for at in (0, count, 2 * count))
-        sequences, device = call.sizes["batch"], k.device
-        longest_q, longest_k = call.longest
-        first, heads = q_groups[0], q_groups[0].shape[1]
-        fields = fields_of(first, k, (sequences, longest_q, longest_k), call.scores)
-        block_m, block_n, _ = tiles_of(fields["dim"], first.dtype, True, device)
-        longest = [min(longest_q, rows[g]) for g in present]
-        cluster_split = self._divide(call, fields, longest, (block_m, block_n))
+        x = _views_of(call, results, present)
+        longest = [min(call.longest[0], call.rows[g]) for g in present]
+        fields = fields_of(x.q[0], x.k, (call.sizes["batch"], *call.longest), call.scores)
+        tiling = tiles_of(fields["dim"], x.k.dtype, True, x.k.device)
+        cluster_split = self._divide(call, fields, longest, tiling[:2])
         if long_steps is None:
-            lengths = sequences, sum(longest), longest_k
+            lengths = call.sizes["batch"], sum(longest), call.longest[1]
             long_steps = cluster_split == 1 and len(present) <= FEW_GROUPS
             long_steps = long_steps and has_long_steps(fields["dim"], False, deterministic, lengths, fields)
         if long_steps:
             cluster_split = 1
-        self.long_steps, max_groups = long_steps, FEW_GROUPS if long_steps else MAX_GROUPS
+        self.long_steps, self._max_groups = long_steps, FEW_GROUPS if long_steps else MAX_GROUPS
         plan = plan_of(
-            fields["dim"], first.dtype, False, True, True, cluster_split, deterministic, device, max_groups,
-            long_steps,
+            fields["dim"], x.k.dtype, False, True, True, cluster_split, deterministic, x.k.device,
+            self._max_groups, long_steps,
         )  # fmt: skip
-        block_m = plan.box
-
         # The workspace has the rows of one group after the other.
         aligned = plan.aligned_rows
-        in_workspace = [(rows[g] // aligned + sequences) * aligned for g in present]
-        all_rows, total = sum(in_workspace), (sum(rows), heads, fields["dim"])
-        starts, first_rows = np.cumsum([0, *in_workspace]).tolist(), np.cumsum([0, *rows]).tolist()
-        self._split_dq = splitter(rows, 0, kind)
-        num_rows, semaphores = heads * all_rows, heads * all_rows // 16 if deterministic else 0
-        accum_nbytes = 4 * num_rows * plan.head_dim
-        self._offsets = accum_nbytes, accum_nbytes + 4 * num_rows, 0, accum_nbytes + 8 * num_rows
-        of_keys = "float32" if wide else first.dtype
-        workspace = (num_rows * (plan.head_dim + 2) + semaphores,)
-        new = (total, first.dtype), (k.shape, of_keys), (v.shape, of_keys), (workspace, "float32")
-        self._new = allocator(kind, *new)
-        self._new_of_keys, self._new_workspace = allocator(kind, *new[1:3]), allocator(kind, new[3])
-        self._stream, self._lock = stream_of(kind), Lock()
-
-        groups = np.zeros(max_groups, _GROUP.dtype)
-        for i, (g, dout, out, lse) in enumerate(zip(present, douts, outs, lses, strict=True)):
-            groups[i]["dout"]["strides"] = strides_of(f"douts[{g}]", dout)
-            groups[i]["out"]["strides"] = strides_of(f"outs[{g}]", out)
-            groups[i]["lse_head"] = _head_stride(f"lses[{g}]", lse)
-            groups[i]["first_row"], groups[i]["workspace_row"] = first_rows[g], starts[i]
-        fields |= {"k": strides_of("k", k), "v": strides_of("v", v)}
-        of_dq = contiguous_strides(total) if dq is None else strides_of("dq", dq)
-        fields |= {"dq": of_dq, "dk": contiguous_strides(k.shape), "dv": contiguous_strides(v.shape)}
-        fields |= dict.fromkeys(("dout", "out"), (0, 0, 0)) | dict.fromkeys(("lse_batch", "lse_head"), 0)
+        in_workspace = [(call.rows[g] // aligned + call.sizes["batch"]) * aligned for g in present]
+        all_rows = sum(in_workspace)
+        self._reserve(call, x, plan, all_rows, deterministic, wide)
+        fields |= self._strides(call, x, dq)
         fields |= {
+            "groups": self._groups(call, x, present, in_workspace),
+            "num_groups": len(present),
+            "sequences": call.sizes["batch"],
             "rows": all_rows,
             "deterministic": deterministic,
-            "float32_dk_dv": wide and first.dtype != "float32",
+            "float32_dk_dv": wide and x.k.dtype != "float32",
         }
-        fields |= {"groups": groups, "num_groups": len(present), "sequences": sequences}
-        first_word = MAP_WORDS * (2 * max_groups + 2)  # of q of each group, k, v, then dout of each
-        argument = np.zeros(first_word + _CALLS[max_groups].size // 8, np.uint64)
-        argument[first_word:] = _CALLS[max_groups].array(fields).view(np.uint64)
-        of_call = argument[first_word:]
-        of_rows = [[encoder_of(x, plan.box) for x in arrays] for arrays in (q_groups, douts)]
-        each = range(len(present))
-        self._maps = TensorMaps(
-            words_of(argument), *of_rows[0], encoder_of(k, plan.keys), encoder_of(v, plan.keys), *of_rows[1],
-            indices=[*each, max_groups, max_groups + 1, *(max_groups + 2 + i for i in each)],
-        )  # fmt: skip
-
-        # Indices of addresses: of the call q, k, v; cu_seqlens, prefixes; of the results dout, out, lse.
-        self._mapped = [*present, count, count + 1]
-        self._douts = present
-        self._cu_q, self._prefixes = [count + 2 + g for g in present], [2 * count + 2 + g for g in present]
-        group_words = [_CALL.word("groups") + i * (_GROUP.size // 8) for i in each]
-        self._of_groups = [at + g for g in present for at in (0, count, 2 * count)]  # dout, out, lse
-        of_groups = [at + _GROUP.word(name) for at in group_words for name in ("dout", "out", "lse")]
-        of_groups += [at + _GROUP.word("cu_q") for at in group_words]
-
-        num_bh, of_pair = sequences * k.shape[1], -(-longest_k // block_n)
-        causal, persistent = call.scores.right == 0, cluster_split == 1
-        sections = 1
-        if persistent:
-            blocks, group = multiprocessors(device), fields["group"]
-            sections = num_sections(num_bh, of_pair, group, plan.head_dim, blocks, causal, deterministic)
-        max_rows = sum(-(-rows // block_m) * block_m for rows in longest)
-        builder = ListBuilder(
-            Tiling(1, block_n, block_m), (sequences, longest_k, max_rows), k.shape[0], k.shape[1], 1,
-            (fields["right"], fields["left"]), 0, True, device, deterministic, sections, len(present),
-        )  # fmt: skip
-        self._lists = TileLists(builder, name is None, kind)
-        blocks = builder.capacity * cluster_split
-        if persistent:
-            blocks = min(blocks, max(1, multiprocessors(device) - call.sm_margin))
-        aligned_rows = -(-longest_q // aligned) * aligned
-        around = (aligned_rows // PREPOST_ROWS, heads, len(present) * sequences), (PREPOST_THREADS,), of_call
-        launches = (
-            PreparedLaunch(plan.preprocess, *around),
-            PreparedLaunch(plan.main, (blocks,), (plan.threads,), argument, plan.shared_bytes),
-            PreparedLaunch(plan.postprocess, *around),
+        argument, of_call = self._argument(x, plan, fields)
+        builder = self._list_builder(
+            call, plan, fields, longest, tiling[1], cluster_split == 1, deterministic, len(present)
         )
+        self._lists = TileLists(builder, name is None, call.kinds[0])
+        blocks = builder.capacity * cluster_split
+        if cluster_split == 1:
+            blocks = min(blocks, max(1, multiprocessors(x.k.device) - call.sm_margin))
+        aligned_rows = -(-call.longest[0] // aligned) * aligned
+        grid = aligned_rows // PREPOST_ROWS, x.q[0].shape[1], len(present) * call.sizes["batch"]
+        launches = (
+            PreparedLaunch(plan.preprocess, grid, (PREPOST_THREADS,), of_call),
+            PreparedLaunch(plan.main, (blocks,), (plan.threads,), argument, plan.shared_bytes),
+            PreparedLaunch(plan.postprocess, grid, (PREPOST_THREADS,), of_call),
+        )
+        of_groups = self._find_addresses(call.groups, present)
         written = addresses_of(argument, self._maps.begins) + addresses_of(of_call, [*_NEW_WORDS, *of_groups])
         self._launch_all, *self._launch_one = (
             PreparedLaunches(some, written) for some in (launches, *([one] for one in launches))
         )
+
+    def _reserve(
+        self, call: GroupedCall, x: _Views, plan: Plan, all_rows: int, deterministic: bool, wide: bool
+    ) -> None:
+        """Prepare what makes new arrays: dq of all groups, dk, dv, and a workspace of so many rows."""
+        kind, heads, dtype = call.kinds[0], x.q[0].shape[1], x.k.dtype
+        num_rows, semaphores = heads * all_rows, heads * all_rows // 16 if deterministic else 0
+        accum_nbytes = 4 * num_rows * plan.head_dim
+        self._offsets = accum_nbytes, accum_nbytes + 4 * num_rows, 0, accum_nbytes + 8 * num_rows
+        of_keys = "float32" if wide else dtype
+        workspace = (num_rows * (plan.head_dim + 2) + semaphores,)
+        dq = (sum(call.rows), *x.q[0].shape[1:]), dtype
+        new = dq, (x.k.shape, of_keys), (x.v.shape, of_keys), (workspace, "float32")
+        self._new = allocator(kind, *new)
+        self._new_of_keys, self._new_workspace = allocator(kind, *new[1:3]), allocator(kind, new[3])
+        self._split_dq = splitter(call.rows, 0, kind)
+        self._stream, self._lock = stream_of(kind), Lock()
+
+    def _strides(self, call: GroupedCall, x: _Views, dq: CudaView | None) -> dict[str, Any]:
+        """Return strides of what a call has once; those of dout, out and lse are in its groups."""
+        total = sum(call.rows), *x.q[0].shape[1:]
+        return {
+            "k": strides_of("k", x.k), "v": strides_of("v", x.v),
+            "dq": contiguous_strides(total) if dq is None else strides_of("dq", dq),
+            "dk": contiguous_strides(x.k.shape), "dv": contiguous_strides(x.v.shape),
+            **dict.fromkeys(("dout", "out"), (0, 0, 0)), **dict.fromkeys(("lse_batch", "lse_head"), 0),
+        }  # fmt: skip
+
+    def _groups(
+        self, call: GroupedCall, x: _Views, present: list[int], in_workspace: list[int]
+    ) -> np.ndarray[Any, Any]:
+        """Describe the groups: strides of results, first rows in arrays and in the workspace."""
+        starts, first_rows = np.cumsum([0, *in_workspace]).tolist(), np.cumsum([0, *call.rows]).tolist()
+        groups = np.zeros(self._max_groups, _GROUP.dtype)
+        for i, (g, dout, out, lse) in enumerate(zip(present, x.dout, x.out, x.lse, strict=True)):
+            groups[i]["dout"]["strides"] = strides_of(f"douts[{g}]", dout)
+            groups[i]["out"]["strides"] = strides_of(f"outs[{g}]", out)
+            groups[i]["lse_head"] = _head_stride(f"lses[{g}]", lse)
+            groups[i]["first_row"], groups[i]["workspace_row"] = first_rows[g], starts[i]
+        return groups
+
+    def _argument(self, x: _Views, plan: Plan, fields: dict[str, Any]) -> tuple[Any, Any]:
+        """Return the argument of the main kernel, tensor maps and the call, and that call alone."""
+        max_groups, each = self._max_groups, range(len(x.q))
+        first_word = MAP_WORDS * (2 * max_groups + 2)  # of q of each group, k, v, then dout of each
+        argument = np.zeros(first_word + _CALLS[max_groups].size // 8, np.uint64)
+        argument[first_word:] = _CALLS[max_groups].array(fields).view(np.uint64)
+        of_q, of_dout = ([encoder_of(y, plan.box) for y in arrays] for arrays in (x.q, x.dout))
+        self._maps = TensorMaps(
+            words_of(argument), *of_q, encoder_of(x.k, plan.keys), encoder_of(x.v, plan.keys), *of_dout,
+            indices=[*each, max_groups, max_groups + 1, *(max_groups + 2 + i for i in each)],
+        )  # fmt: skip
+        return argument, argument[first_word:]
+
+    @staticmethod
+    def _list_builder(
+        call: GroupedCall,
+        plan: Plan,
+        fields: dict[str, Any],
+        longest: list[int],
+        block_n: int,
+        persistent: bool,
+        deterministic: bool,
+        num_groups: int,
+    ) -> ListBuilder:
+        """Return what makes the list of tiles of keys, in sections if blocks are `persistent`."""
+        k, sequences, longest_k = call.views[call.groups], call.sizes["batch"], call.longest[1]
+        sections = 1
+        if persistent:
+            sections = num_sections(
+                sequences * k.shape[1], -(-longest_k // block_n), fields["group"], plan.head_dim,
+                multiprocessors(k.device), call.scores.right == 0, deterministic,
+            )  # fmt: skip
+        max_rows = sum(-(-rows // plan.box) * plan.box for rows in longest)
+        return ListBuilder(
+            Tiling(1, block_n, plan.box), (sequences, longest_k, max_rows), k.shape[0], k.shape[1], 1,
+            (fields["right"], fields["left"]), 0, True, k.device, deterministic, sections, num_groups,
+        )  # fmt: skip
+
+    def _find_addresses(self, count: int, present: list[int]) -> list[int]:
+        """Note which addresses of arrays a launch takes; return the words of those of groups in a call."""
+        # Indices of addresses: of the call q, k, v; cu_seqlens, prefixes; of the results dout, out, lse.
+        self._mapped = [*present, count, count + 1]
+        self._douts = present
+        self._cu_q, self._prefixes = [count + 2 + g for g in present], [2 * count + 2 + g for g in present]
+        self._of_groups = [at + g for g in present for at in (0, count, 2 * count)]  # dout, out, lse
+        words = [_CALL.word("groups") + i * (_GROUP.size // 8) for i in range(len(present))]
+        of_results = [at + _GROUP.word(name) for at in words for name in ("dout", "out", "lse")]
+        return of_results + [at + _GROUP.word("cu_q") for at in words]
 
     @staticmethod
     def _divide(

@@ -21,7 +21,7 @@ from kvlab.new_arrays import empty
 from kvlab.ops.device_arrays import dense_pointer, multiprocessors
 from kvlab.ops.packed_gpu import MAX_RUNGS, allocate_and_attend
 from kvlab.pages import profile_names
-from kvlab.views import cuda_view, current_stream
+from kvlab.views import CudaView, cuda_view, current_stream
 
 if TYPE_CHECKING:
     from kvlab.ops.packed import Pages, Window
@@ -187,49 +187,22 @@ def attend(
     kv_heads, quads = pages.rung.shape[1], pages.rung.shape[2] // 4
     group = heads // kv_heads
     query_rows, view = seqlen_q * group, cuda_view(q, "q")
-    if view.strides[3] != 1:
-        raise ValueError(f"q must be contiguous in its last axis, got strides {view.strides}")
-    if max(batch, kv_heads) > 65535:
-        raise NotImplementedError(
-            f"{batch} rows and {kv_heads} KV heads are more than the 65535 of one call: attend fewer rows of "
-            "the batch at a time"
-        )
+    _check(view, batch, kv_heads)
     kept = 0 if scores is None else scores.shape[3]
-    layouts = tuple(pages.layouts)
     attend_parts, merge_parts, slots = _kernels(
-        layouts, pages.dtype, query_rows, softcap > 0, kept > 0, window is not None, view.device
+        tuple(pages.layouts), pages.dtype, query_rows, softcap > 0, kept > 0, window is not None, view.device
     )
     row_blocks = _row_blocks(query_rows, head_dim)
     num_splits = num_splits_of(batch * kv_heads * row_blocks, quads, slots)
-    views = [cuda_view(pool, "pages.pools") for pool in pages.pools]
-    if max(math.prod(view.shape) for view in views) > 1 << 36:
-        raise NotImplementedError(
-            "a pool of more than 64 GiB is more than the kernel can address: use fewer rows"
-        )
-    pools = [view.pointer for view in views]
-    pool_offsets, bits_k, bits_v = table_arguments(layouts, pools)
-    tables = [
-        cuda_view(getattr(pages, name), f"pages.{name}").pointer
-        for name in ("rung", "count", "index", "num_pages", "k_mean", "k_shift")
-    ]
-    exponent, k_order, k_gain = cuda_view(pages.exponent, "pages.exponent").pointer, 0, 0
+    exponent = cuda_view(pages.exponent, "pages.exponent").pointer
     partial = cuda_view(workspace.partial, "workspace").pointer
     saved_scores = 0 if scores is None else cuda_view(scores, "scores").pointer
-    base, first, left = 0, 0, 0
-    if window:
-        base, left = cuda_view(pages.base, "pages.base").pointer, window.left
-        first = dense_pointer(cuda_view(window.first, "first_position"), "first_position")
-    if any(layout.in_blocks for layout in layouts):
-        k_order, k_gain = (
-            cuda_view(getattr(pages, name), f"pages.{name}").pointer for name in ("k_order", "k_gain")
-        )
     stream = current_stream(q)
     attend_parts(
         (row_blocks * num_splits, kv_heads, batch), (32 * _WARPS,),
-        (pools[0], *pool_offsets, np.int32(getattr(pages, "unit", 0) // 16), bits_k, bits_v, *tables,
-         view.pointer, *map(np.int64, view.strides[:3]), partial, saved_scores,
+        (*_page_arguments(pages), view.pointer, *map(np.int64, view.strides[:3]), partial, saved_scores,
          *map(np.int32, (num_splits, quads, query_rows, group, kept)), np.float32(scale), np.float32(softcap),
-         base, first, np.int32(left), exponent, k_order, k_gain),
+         *_window_arguments(pages, window), exponent, *_block_arguments(pages)),
         0, stream,
     )  # fmt: skip
     merge_parts(
@@ -238,6 +211,49 @@ def attend(
          *map(np.int32, (num_splits * _WARPS, query_rows, group)), exponent),
         0, stream,
     )  # fmt: skip
+
+
+def _check(q: CudaView, batch: int, kv_heads: int) -> None:
+    if q.strides[3] != 1:
+        raise ValueError(f"q must be contiguous in its last axis, got strides {q.strides}")
+    if max(batch, kv_heads) > 65535:
+        raise NotImplementedError(
+            f"{batch} rows and {kv_heads} KV heads are more than the 65535 of one call: attend fewer rows of "
+            "the batch at a time"
+        )
+
+
+def _page_arguments(pages: Pages) -> list[Any]:
+    """Return what the first kernel takes of the pools and their tables, from `memory` to `k_shift`."""
+    views = [cuda_view(pool, "pages.pools") for pool in pages.pools]
+    if max(math.prod(view.shape) for view in views) > 1 << 36:
+        raise NotImplementedError(
+            "a pool of more than 64 GiB is more than the kernel can address: use fewer rows"
+        )
+    pools = [view.pointer for view in views]
+    pool_offsets, bits_k, bits_v = table_arguments(tuple(pages.layouts), pools)
+    unit = np.int32(getattr(pages, "unit", 0) // 16)
+    names = ("rung", "count", "index", "num_pages", "k_mean", "k_shift")
+    return [pools[0], *pool_offsets, unit, bits_k, bits_v, *_pointers(pages, *names)]
+
+
+def _window_arguments(pages: Pages, window: Window | None) -> tuple[int, int, np.int32]:
+    """Return the upper bits of positions, where queries stand, and how far they see; zeros if all."""
+    if window is None:
+        return 0, 0, np.int32(0)
+    first = dense_pointer(cuda_view(window.first, "first_position"), "first_position")
+    return *_pointers(pages, "base"), first, np.int32(window.left)
+
+
+def _block_arguments(pages: Pages) -> list[int]:
+    """Return the order and the gains of keys in blocks of channels; zeros if there are none."""
+    if any(layout.in_blocks for layout in pages.layouts):
+        return _pointers(pages, "k_order", "k_gain")
+    return [0, 0]
+
+
+def _pointers(pages: Pages, *names: str) -> list[int]:
+    return [cuda_view(getattr(pages, name), f"pages.{name}").pointer for name in names]
 
 
 launch = partial(allocate_and_attend, make_workspace, attend)
