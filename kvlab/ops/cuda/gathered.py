@@ -130,54 +130,68 @@ class _Prepared:
     ) -> None:
         q, k = views[:2]
         total, heads, dim = q.shape
-        heads_kv, device = k.shape[1], q.device
         sequences, longest = len(runs.lengths), int(runs.lengths.max(initial=0))
         scores = scores_of(dim, (True, scale, -1, -1, 0.0))
         fields = fields_of(q, k, (sequences, longest, longest * max(runs.counts)), scores)
-        group = fields["group"]
         head_dim = min(size for size in SHAPES if size >= dim)
         block_n, entries, q_slots = SHAPES[head_dim]
-        pack = heads_of_tile(group)
-        positions = ROWS // pack
-        tiling = RunTiling(pack, positions, entries, _sections(runs, heads_kv, dim))
-        tiles, blocks = tiles_of_runs(runs, heads_kv, group, tiling), multiprocessors(device)
-        work = -(-tiles["loaded_keys"][:, 0].astype(np.int64) // block_n) + _WORK_OF_TILE
-        tiles = tiles[even_order(work, blocks)]
-        made = _MadeList(tiles, run_table(runs))
-        self._table_begin, self._lists = made.table_begin, TileLists(made, False, kinds[0])
+        pack = heads_of_tile(fields["group"])
+        tiling = RunTiling(pack, ROWS // pack, entries, _sections(runs, k.shape[1], dim))
+        num_tiles = self._prepare_list(kinds[0], k, runs, fields["group"], tiling, block_n)
         self._new = allocator(kinds[0], (q.shape, q.dtype), ((heads, total), "float32"))
         self._memory = enough_memory(2 * total * heads * dim + 4 * total * heads, "attention", "cuda")
         self._stream = stream_of(kinds[0])
+        argument = self._prepare_argument(views, len(runs.counts), fields, tiling, block_n)
+        macros = {"HEAD_DIM": head_dim, "BLOCK_N": block_n, "GROUPS": entries, "Q_SLOTS": q_slots}
+        macros |= {"BF16": int(q.dtype == "bfloat16"), "SOFTCAP": 0, "QUERY_GROUPS": MAX_GROUPS}
+        kernel = load(build("attention/forward_sm90", macros | {"GATHERED": 1}, "sm_90a"), device=q.device)
+        self._launch = PreparedLaunch(
+            kernel, (min(num_tiles, multiprocessors(q.device)),), (128 + 128 * entries,), argument,
+            shared_bytes(head_dim, block_n, entries, q_slots),
+        )  # fmt: skip
+        self._lock = Lock()
+
+    def _prepare_list(
+        self, kind: Kind, k: CudaView, runs: Runs, group: int, tiling: RunTiling, block_n: int
+    ) -> int:
+        """Make the list of tiles on the host, in an order that keeps all blocks busy; return their number."""
+        tiles = tiles_of_runs(runs, k.shape[1], group, tiling)
+        work = -(-tiles["loaded_keys"][:, 0].astype(np.int64) // block_n) + _WORK_OF_TILE
+        made = _MadeList(tiles[even_order(work, multiprocessors(k.device))], run_table(runs))
+        self._table_begin, self._lists = made.table_begin, TileLists(made, False, kind)
+        return len(tiles)
+
+    def _prepare_argument(
+        self,
+        views: Sequence[CudaView],
+        groups: int,
+        fields: dict[str, Any],
+        tiling: RunTiling,
+        block_n: int,
+    ) -> NDArray[np.uint64]:
+        """Return what the kernel takes: tensor maps, and the call behind them."""
+        q, pack, positions = views[0], tiling.pack, tiling.positions
         out = CudaView(0, q.shape, (*contiguous_strides(q.shape)[1:], 1), *q[3:])
         of_call = _CALL.array(
             {name: fields[name] for name in ("dim", "left", "right", "scale", "softcap")}
             | dict.fromkeys([f"first_row{g}" for g in range(MAX_GROUPS)], 0)
             | dict.fromkeys(("lse_batch", "first_arrival", "heads_of_piece", "last_piece", "unused"), 0)
-            | {"lse_head": total, "variable": 1}
+            | {"lse_head": q.shape[0], "variable": 1}
             | {"pack": pack, "positions": positions, "reciprocal": -(-65536 // pack)}
             | out_strides("out", out)
         )
         argument = np.zeros(-(-(8 * _FIRST_WORD + _CALL.size) // 64) * 8, np.uint64)
         argument[_FIRST_WORD:][: _CALL.size // 8] = of_call.view(np.uint64)
         self._words = words_of(argument)
-        of_q = encoder_of(q, positions, pack)
         of_keys = [encoder_of(x, rows) for x in views[1:] for rows in (block_n, *BOXES)]
-        groups = len(runs.counts)
         # Of K its own maps, long boxes first, and those of the keys that come; then those of V.
         behind = [MAX_GROUPS + n for n in (0, 1, 2, 6, 7, 8, 3, 4, 5, 9, 10, 11)]
-        indices = [*range(groups), *behind, _NUM_MAPS - 1]
-        self._groups, self._heads_kv = groups, heads_kv
+        self._groups, self._heads_kv = groups, views[1].shape[1]
         self._maps = TensorMaps(
-            self._words, *[of_q] * groups, *of_keys, encoder_of(out, positions, pack), indices=indices
-        )
-        macros = {"HEAD_DIM": head_dim, "BLOCK_N": block_n, "GROUPS": entries, "Q_SLOTS": q_slots}
-        macros |= {"BF16": int(q.dtype == "bfloat16"), "SOFTCAP": 0, "QUERY_GROUPS": MAX_GROUPS}
-        kernel = load(build("attention/forward_sm90", macros | {"GATHERED": 1}, "sm_90a"), device=device)
-        self._launch = PreparedLaunch(
-            kernel, (min(len(tiles), blocks),), (128 + 128 * entries,), argument,
-            shared_bytes(head_dim, block_n, entries, q_slots),
+            self._words, *[encoder_of(q, positions, pack)] * groups, *of_keys,
+            encoder_of(out, positions, pack), indices=[*range(groups), *behind, _NUM_MAPS - 1],
         )  # fmt: skip
-        self._lock = Lock()
+        return argument
 
     def __call__(self, addresses: Sequence[int], arrival: Arrival) -> tuple[Any, Any]:
         with self._memory:

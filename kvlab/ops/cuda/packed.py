@@ -281,27 +281,16 @@ class AttendCall:
         if scores is not None:
             saved_bytes = numpy_dtype(dtype_name(scores, "scores")).itemsize
             saved = scores.shape[3] // (SAVED_ROW_BYTES if saved_bytes == 1 else 1)
-        layouts = tuple(pages.layouts)
         traits = dtype_name(q), min(rows, _ROWS), softcap > 0, window is not None, saved_bytes, device, warps
-        plan = _plan(layouts, *traits)
+        plan = _plan(tuple(pages.layouts), *traits)
         call = np.zeros(1, _CALL.dtype)
-        unit = getattr(pages, "unit", 0)  # bytes that `index` counts, if it does not count pages
-        for rung, layout, pool in zip(call["rungs"][0], layouts, pages.pools, strict=False):
-            rung["pool"], rung["record"] = cuda_view(pool, "pages.pools").pointer, unit or layout.nbytes
-            rung["bits_k"], rung["bits_v"] = width_number(layout.bits_k), layout.bits_v
-        tables = _TABLES + (_TABLES_OF_BLOCKS if any(layout.in_blocks for layout in layouts) else ())
-        arrays = {
-            **{name: getattr(pages, name) for name in tables},
-            "partial": workspace.partial,
-            "semaphores": workspace.semaphores,
-        } | ({} if scores is None else {"scores": scores})
-        if window:
-            arrays |= {"base": pages.base, "first": window.first}
-            call["left"] = window.left
-        for name, array in arrays.items():
+        _write_rungs(call["rungs"][0], pages)
+        for name, array in _arrays_of(pages, workspace, scores, window).items():
             given_as = _GIVEN_AS.get(name, f"pages.{name}")
             call[name] = dense_pointer(cuda_view(array, given_as), given_as)
-        sizes = (batch * kv_heads, kv_heads, entries, len(layouts))
+        if window:
+            call["left"] = window.left
+        sizes = (batch * kv_heads, kv_heads, entries, len(pages.layouts))
         numbers = (*sizes, rows, group, saved, plan.slot_bytes, plan.stages, plan.merge_rows)
         for name, value in zip(_INTEGERS, numbers, strict=True):
             call[name] = value
@@ -329,6 +318,25 @@ class AttendCall:
         _POINTERS_OF_CALL(self._bytes, _Q, q.pointer, out, lse)
         _STRIDES_OF_CALL(self._bytes, _STRIDES, batch, position, head)
         self._launch(stream)
+
+
+def _write_rungs(rungs: Any, pages: Pages) -> None:
+    unit = getattr(pages, "unit", 0)  # bytes that `index` counts, if it does not count pages
+    for rung, layout, pool in zip(rungs, pages.layouts, pages.pools, strict=False):
+        rung["pool"], rung["record"] = cuda_view(pool, "pages.pools").pointer, unit or layout.nbytes
+        rung["bits_k"], rung["bits_v"] = width_number(layout.bits_k), layout.bits_v
+
+
+def _arrays_of(pages: Pages, workspace: Workspace, scores: Any, window: Window | None) -> dict[str, Any]:
+    """Return the arrays of a call, by the names of their addresses in it."""
+    tables = _TABLES + (_TABLES_OF_BLOCKS if any(layout.in_blocks for layout in pages.layouts) else ())
+    arrays = {name: getattr(pages, name) for name in tables}
+    arrays |= {"partial": workspace.partial, "semaphores": workspace.semaphores}
+    if scores is not None:
+        arrays["scores"] = scores
+    if window:
+        arrays |= {"base": pages.base, "first": window.first}
+    return arrays
 
 
 launch = partial(allocate_and_attend, make_workspace, attend)
