@@ -24,6 +24,7 @@ from .attention_tiles import (
     SCORING,
     SHAPE,
     STRIDES,
+    device,
     keys_of,
     make_copy,
     make_dot,
@@ -37,9 +38,46 @@ from .words import ELEMENTS, store_element
 float32, int64 = np.float32, np.int64
 
 
+def make_tile(head_dim, tile):
+    """Make the device functions of a tile of keys: scores, their largest, sums of weights and of values."""
+    dot, own = make_dot(head_dim), head_dim // LANES
+
+    @device
+    def write_scores(
+        scores, queries, key_tile, r, x, row, key0, group, behind, keys, left, right, scale, softcap
+    ):
+        for n in range(x, tile, LANES):
+            scores[r, n] = -math.inf
+            if sees(row, key0 + n, group, behind, keys, left, right):
+                scores[r, n] = score_of(dot(queries, r, key_tile, n), scale, softcap)
+
+    @device
+    def largest_of(scores, r, best):
+        for n in range(tile):
+            best = max(best, scores[r, n])
+        return best
+
+    @device
+    def add_values(sums, part, weights, values, r, x, rescale):
+        tile_total = float32(0)
+        for i in range(own):
+            part[i] = float32(0)
+        for n in range(tile):
+            weight = weights[r, n]
+            tile_total += weight
+            for i in range(own):
+                part[i] += weight * values[n, x + LANES * i]
+        for i in range(own):
+            sums[i] = sums[i] * rescale + part[i]
+        return tile_total
+
+    return write_scores, largest_of, add_values
+
+
 def attend(head_dim, dtype, tile):
     """Make the kernel; head_dim: a multiple of 16 that channels are filled up to."""
-    copy, dot, store = make_copy(dtype, head_dim, tile), make_dot(head_dim), store_element(dtype)
+    copy, store = make_copy(dtype, head_dim, tile), store_element(dtype)
+    write_scores, largest_of, add_values = make_tile(head_dim, tile)
     tall, square, own = (tile, head_dim + 1), (tile, tile + 1), head_dim // LANES
 
     def kernel(
@@ -66,30 +104,18 @@ def attend(head_dim, dtype, tile):
             cuda.syncthreads()  # all are done with the values before
             copy(others, k, of_k, batch, start_k, head, 1, key0, keys, dim)
             cuda.syncthreads()  # keys, at first queries too, are there for all
-            for n in range(x, tile, LANES):
-                weights[r, n] = -math.inf
-                if sees(row, key0 + n, group, behind, keys, left, right):
-                    weights[r, n] = score_of(dot(queries, r, others, n), scale, softcap)
+            write_scores(
+                weights, queries, others, r, x, row, key0, group, behind, keys, left, right, scale, softcap
+            )
             cuda.syncthreads()  # scores are there for all, and all are done with keys
-            best = row_max
-            for n in range(tile):
-                best = max(best, weights[r, n])
+            best = largest_of(weights, r, row_max)
             copy(others, v, of_v, batch, start_k, head, 1, key0, keys, dim)
             cuda.syncthreads()  # all have seen the scores
             for n in range(x, tile, LANES):
                 weights[r, n] = math.exp(weights[r, n] - best)
             cuda.syncthreads()  # weights and values are there for all
             rescale = math.exp(row_max - best)
-            tile_total = float32(0)
-            for i in range(own):
-                part[i] = float32(0)
-            for n in range(tile):
-                weight = weights[r, n]
-                tile_total += weight
-                for i in range(own):
-                    part[i] += weight * others[n, x + LANES * i]
-            for i in range(own):
-                sums[i] = sums[i] * rescale + part[i]
+            tile_total = add_values(sums, part, weights, others, r, x, rescale)
             row_max, total = best, total * rescale + tile_total
         if row < rows:
             position, own_head = start_q + row // group, head * group + row % group

@@ -88,9 +88,36 @@ def prepare(dtype):
     return kernel, (element, STRIDES, element, STRIDES, POINTER_F32, *(types.int64,) * 6), (128, 1)
 
 
+def make_row_tile(head_dim, tile):
+    """Make the device functions of a tile of keys for the rows of a block: slopes, then the sums of dq."""
+    slope, own = make_slope(head_dim), head_dim // LANES
+
+    @device
+    def write_slopes(
+        slopes, queries, above, keys, values, r, x, row, rows, key0, group, behind, length, left, right,
+        row_lse, delta, scale, softcap,
+    ):  # fmt: skip
+        for n in range(x, tile, LANES):
+            slopes[r, n] = float32(0)
+            if row < rows and sees(row, key0 + n, group, behind, length, left, right):
+                _, slopes[r, n] = slope(queries, above, r, keys, values, n, row_lse, delta, scale, softcap)
+
+    @device
+    def add_slopes(sums, part, slopes, keys, r, x):
+        for i in range(own):
+            part[i] = float32(0)
+        for n in range(tile):
+            for i in range(own):
+                part[i] += slopes[r, n] * keys[n, x + LANES * i]
+        for i in range(own):
+            sums[i] += part[i]
+
+    return write_slopes, add_slopes
+
+
 def attend_queries(head_dim, dtype, tile):
     """Make the kernel of dq."""
-    copy, slope = make_copy(dtype, head_dim, tile), make_slope(head_dim)
+    copy, (write_slopes, add_slopes) = make_copy(dtype, head_dim, tile), make_row_tile(head_dim, tile)
     tall, square, own = (tile, head_dim + 1), (tile, tile + 1), head_dim // LANES
     store = store_element(dtype)
 
@@ -127,20 +154,12 @@ def attend_queries(head_dim, dtype, tile):
             copy(keys, k, of_k, batch, start_k, head, 1, key0, length, dim)
             copy(values, v, of_v, batch, start_k, head, 1, key0, length, dim)
             cuda.syncthreads()  # keys and values, at first the rows too, are there for all
-            for n in range(x, tile, LANES):
-                slopes[r, n] = float32(0)
-                if row < rows and sees(row, key0 + n, group, behind, length, left, right):
-                    slopes[r, n] = slope(queries, above, r, keys, values, n, row_lse, delta, scale, softcap)[
-                        1
-                    ]
+            write_slopes(
+                slopes, queries, above, keys, values, r, x, row, rows, key0, group, behind, length, left,
+                right, row_lse, delta, scale, softcap,
+            )  # fmt: skip
             cuda.syncthreads()  # slopes are there for all
-            for i in range(own):
-                part[i] = float32(0)
-            for n in range(tile):
-                for i in range(own):
-                    part[i] += slopes[r, n] * keys[n, x + LANES * i]
-            for i in range(own):
-                sums[i] += part[i]
+            add_slopes(sums, part, slopes, keys, r, x)
         if row < rows:
             at = offset(of_dq, batch, position, own_head)
             for i in range(own):
@@ -150,9 +169,47 @@ def attend_queries(head_dim, dtype, tile):
     return kernel, arguments(dtype, 1), (LANES * tile, 1)
 
 
+def make_key_tile(head_dim, tile):
+    """Make the device functions of a tile of rows for the keys of a block: products, sums of dk and dv."""
+    slope, own = make_slope(head_dim), head_dim // LANES
+
+    @device
+    def write_products(
+        weights, slopes, queries, above, keys, values, n, x, key, row0, rows, head, start_q, group, behind,
+        length, left, right, lse, lse_at, lse_head, dpsum, delta_at, delta_head, scale, softcap,
+    ):  # fmt: skip
+        for r in range(x, tile, LANES):
+            row = row0 + r
+            weights[n, r] = float32(0)
+            slopes[n, r] = float32(0)
+            if row < rows and sees(row, key, group, behind, length, left, right):
+                at = start_q + row // group
+                own_head = head * group + row % group
+                row_lse = lse[lse_at + own_head * lse_head + at]
+                delta = dpsum[delta_at + own_head * delta_head + at]
+                weights[n, r], slopes[n, r] = slope(
+                    queries, above, r, keys, values, n, row_lse, delta, scale, softcap
+                )
+
+    @device
+    def add_products(sums_k, part_k, sums_v, part_v, slopes, weights, queries, above, n, x):
+        for i in range(own):
+            part_k[i] = float32(0)
+            part_v[i] = float32(0)
+        for r in range(tile):
+            for i in range(own):
+                part_k[i] += slopes[n, r] * queries[r, x + LANES * i]
+                part_v[i] += weights[n, r] * above[r, x + LANES * i]
+        for i in range(own):
+            sums_k[i] += part_k[i]
+            sums_v[i] += part_v[i]
+
+    return write_products, add_products
+
+
 def attend_keys(head_dim, dtype, tile):
     """Make the kernel of dk and dv."""
-    copy, slope = make_copy(dtype, head_dim, tile), make_slope(head_dim)
+    copy, (write_products, add_products) = make_copy(dtype, head_dim, tile), make_key_tile(head_dim, tile)
     tall, square, own = (tile, head_dim + 1), (tile, tile + 1), head_dim // LANES
     store = store_element(dtype)
 
@@ -187,29 +244,13 @@ def attend_keys(head_dim, dtype, tile):
             copy(queries, q, of_q, batch, start_q, head * group, group, row0, rows, dim)
             copy(above, dout, of_dout, batch, start_q, head * group, group, row0, rows, dim)
             cuda.syncthreads()  # rows, at first keys and values too, are there for all
-            for r in range(x, tile, LANES):
-                row = row0 + r
-                weights[n, r] = float32(0)
-                slopes[n, r] = float32(0)
-                if row < rows and sees(row, key, group, behind, length, left, right):
-                    at = start_q + row // group
-                    own_head = head * group + row % group
-                    row_lse = lse[batch * lse_batch + own_head * lse_head + at]
-                    delta = dpsum[batch * delta_batch + own_head * delta_head + at]
-                    weights[n, r], slopes[n, r] = slope(
-                        queries, above, r, keys, values, n, row_lse, delta, scale, softcap
-                    )
+            write_products(
+                weights, slopes, queries, above, keys, values, n, x, key, row0, rows, head, start_q, group,
+                behind, length, left, right, lse, batch * lse_batch, lse_head, dpsum, batch * delta_batch,
+                delta_head, scale, softcap,
+            )  # fmt: skip
             cuda.syncthreads()  # probabilities and slopes are there for all
-            for i in range(own):
-                part_k[i] = float32(0)
-                part_v[i] = float32(0)
-            for r in range(tile):
-                for i in range(own):
-                    part_k[i] += slopes[n, r] * queries[r, x + LANES * i]
-                    part_v[i] += weights[n, r] * above[r, x + LANES * i]
-            for i in range(own):
-                sums_k[i] += part_k[i]
-                sums_v[i] += part_v[i]
+            add_products(sums_k, part_k, sums_v, part_v, slopes, weights, queries, above, n, x)
         if key < length:
             at_k = offset(of_dk, batch, start_k + key, head)
             at_v = offset(of_dv, batch, start_k + key, head)

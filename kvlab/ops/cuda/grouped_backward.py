@@ -139,7 +139,8 @@ class _Views(NamedTuple):
 def _views_of(call: GroupedCall, results: list[Any], present: list[int]) -> _Views:
     count = call.groups
     dout, out, lse = ([results[at + g] for g in present] for at in (0, count, 2 * count))
-    return _Views([call.views[g] for g in present], *call.views[count : count + 2], dout, out, lse)
+    q, (k, v) = [call.views[g] for g in present], call.views[count : count + 2]
+    return _Views(q, k, v, dout, out, lse)
 
 
 class ListedCall:

@@ -242,7 +242,7 @@ def _window_arguments(pages: Pages, window: Window | None) -> tuple[int, int, np
     if window is None:
         return 0, 0, np.int32(0)
     first = dense_pointer(cuda_view(window.first, "first_position"), "first_position")
-    return *_pointers(pages, "base"), first, np.int32(window.left)
+    return _pointers(pages, "base")[0], first, np.int32(window.left)
 
 
 def _block_arguments(pages: Pages) -> list[int]:
