@@ -17,7 +17,9 @@ import kvlab
 from kvlab.arrays import numpy_dtype
 from kvlab.ops.attention_backward import attention_backward
 from kvlab.ops.cpu.exact import attend_exact
+from kvlab.ops.cpu.packed import attend_into
 from kvlab.ops.packed import packed_attention
+from kvlab.pages import QUAD, TOKENS_PER_PAGE
 from kvlab.reference import attention as reference
 from kvlab.reference.packed import stored_tokens
 from tests.compare import low_precision_attention, share_of_allowed
@@ -150,12 +152,17 @@ def shares_of_packed(
         q *= rng.choice(LARGEST) / most
     q = q.astype(dtype)
     options: dict[str, Any] = {"scale": scale, "softcap": float(rng.choice((0.0, 0.0, 0.0, 30.0)))}
-    out, lse, _ = packed_attention(q, pages, backend="cpu", **options)
+    if exact:  # as a step of a cache has it
+        out, lse = np.empty(q.shape, dtype), np.empty((1, q.shape[2], rows), np.float32)
+        scores = np.empty((1, kv_heads, pages.rung.shape[2] // QUAD, 0, QUAD * TOKENS_PER_PAGE), np.float32)
+        rest = attend_into(out, lse, scores, q, pages, group, **options)
+    else:
+        out, lse, _ = packed_attention(q, pages, backend="cpu", **options)
     recent = rows + int(rng.choice((0, 3, 20))) if exact else 0
     own_k, own_v = (random_floats(rng, (1, recent, kv_heads, head_dim), dtype, (-3, 1)) for _ in "kv")
     if exact:
         part = attend_exact(q, own_k, own_v, np.ones((1, recent), bool), keep_rows=0, **options)
-        out, lse = part.merged(out, lse)
+        out, lse = part.merged(out, lse, rest)
     expected, low = [], []
     for h, (k, v) in enumerate(stored):
         own = q[:, :, h * group : (h + 1) * group]

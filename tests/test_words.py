@@ -26,7 +26,7 @@ LEFT = {
     "place": ("kvlab/ops/cpu/grouped.py",),
     "places": (),
     "room": (),
-    "share": ("kernels/numba/cpu/tiles.py",),
+    "share": (),
     "shares": (),
     "steps": (
         "kernels/numba/cpu/cache_write.py", "kernels/numba/cpu/packed_merge.py",

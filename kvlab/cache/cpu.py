@@ -19,7 +19,7 @@ from kvlab.arrays import dtype_name, numpy_dtype
 from kvlab.new_arrays import like_first
 from kvlab.ops.cpu import pages, plan, scores
 from kvlab.ops.cpu.layer import HostLayer
-from kvlab.ops.cpu.packed import AttendCall
+from kvlab.ops.cpu.packed import AttendCall, LseRest
 from kvlab.ops.cpu.refit import refit_frames
 from kvlab.ops.cpu.rows import copy_pages_to, take_rows
 from kvlab.ops.layer_state import UNIT
@@ -60,7 +60,7 @@ class CpuKernels:
     """
 
     def __init__(self, store: DeviceStore) -> None:
-        self.store, self.layers = store, host_layers(store)
+        self.store, self.layers, self._rest = store, host_layers(store), LseRest()
 
     # ---- plans ---------------------------------------------------------------------------------------------
 
@@ -115,11 +115,11 @@ class CpuKernels:
         self, layer: int, top: Any, *, num_new: int, group: int, **options: Any
     ) -> pages.AppendCall:
         """A prepared append."""
-        return pages.AppendCall(self.layers[layer], **options)
+        return pages.AppendCall(self.layers[layer], rest=self._rest, **options)
 
     def attend_call(self, q: Any, pages: DevicePages, workspace: Any, **options: Any) -> AttendCall:
         """Prepared attention over the pages of a layer."""
-        return AttendCall(pages, **options)
+        return AttendCall(pages, rest=self._rest, **options)
 
     def attention_workspace(self, rows: int, semaphores: Any = None) -> Any:
         """Nothing: `kvlab.packed_attention` takes its own memory."""
@@ -136,7 +136,7 @@ class CpuKernels:
 
     def merge_rows(self, addresses: Sequence[int], shape: tuple[int, int, int], stream: int) -> None:
         """Merge attention over other keys into the first."""
-        pages.merge_rows(self.store.head_dim, addresses, shape)
+        pages.merge_rows(self.store.head_dim, addresses, shape, self._rest)
 
     # ---- importance ----------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from .elements import FLOAT32, store_values
 from .simd import LANES, helper
 from .softmax import LOG2_E, take_number
 from .tiles import (
+    ALL_EQUAL,
     CHUNK_OF_ROUGH,
     KEYS,
     LOWEST,
@@ -130,7 +131,7 @@ def attend(
         high = min(bottom + behind + right + 1, seq[4])
         if limits.size:
             low, high = 0, limits[seq[1] + bottom]
-        near_keys = count_near(k[1], seq, head) if dtype == FLOAT32 else 0
+        near_keys = count_near(k[1], seq, head) if dtype == FLOAT32 else (0, 0)
         for key in range(low, high, KEYS):
             keys = min(KEYS, high - key)
             padded = (keys + 3) // 4 * 4
@@ -156,8 +157,8 @@ def attend(
                     some = rows_near(seq, group, row, rows, right, limits, near_keys, near)
                     sharpen_softmax(
                         scores, padded, keys_tile, pitch, queries[p], channels, scale_log2, rate, softcap,
-                        near if some else near[:0], row_max[p], row_sum[p], rescale, peak, exact_sums[p],
-                        sums, exponents,
+                        near if some else near[:0], some == ALL_EQUAL, row_max[p], row_sum[p], rescale,
+                        peak, exact_sums[p], sums, exponents,
                     )  # fmt: skip
                 multiply(
                     values_tile, 1, pitch, scores, padded, CHUNK_OF_ROUGH, totals[p], width, rescale, False

@@ -27,6 +27,7 @@ from .elements import FLOAT32, load_values, store_values
 from .simd import LANES, any_above, helper, load, magnitude, splat, store, where
 from .softmax import LOG2_E, exp2, take_number
 from .tiles import (
+    ALL_EQUAL,
     CHUNK,
     KEYS,
     MINUS_INFINITY,
@@ -86,13 +87,14 @@ def _add_product(sums, at, number, x):
 @helper
 def _probabilities(
     scores, slopes, keys, hidden, first, last, tile, pitch, queries, channels, dtype, factor, rate, softcap,
-    near, logs, dpsum, slack, weights, gains, large, bends, sums, exponents,
+    near, equal, logs, dpsum, slack, weights, gains, large, bends, sums, exponents,
 ):  # fmt: skip
     """Turn scores into probabilities, and slopes, which hold <dout, v>, into slopes.
 
     dpsum (PANEL,) is found anew for rows with a `slack` (PANEL,), all of whose keys are here; `slack` may be
     empty. Unless they are empty, weights and gains (PANEL,) grow by probabilities and by slopes before the
     cap, and large (channels, PANEL) by large weights, after the cap, times their keys. `bends` is scratch.
+    equal: no row sees other keys than equal ones, which all have the weight of the first.
     """
     if softcap > 0:
         cap_and_bend(scores, keys, rate, softcap, bends)
@@ -105,10 +107,22 @@ def _probabilities(
             limit = where(load(near, lane), splat(_ZERO), limit)
             threshold = where(load(near, lane), splat(_ZERO), threshold)
         below, delta = splat(_ZERO) - load(logs, lane), load(dpsum, lane)
-        whole = products = gain = splat(_ZERO)
+        whole = products = gain = bent_sum = splat(_ZERO)
+        sharp = bend = splat(_ZERO)
+        if equal:
+            sharp = sharpen(
+                splat(_ONE), sharp, tile, 0, queries, lane, channels, factor, rate, softcap, logs, LOG2_E,
+                near, bends, lane, sums, exponents,
+            )  # fmt: skip
+            bend = load(bends, lane)
         for at in range(lane, keys * PANEL, PANEL):
             weight = exp2(fused(load(scores, at), splat(factor), below) * splat(LOG2_E))
-            if dtype == FLOAT32 and any_above(weight, limit):
+            if equal:
+                weight = where(weight > splat(_ZERO), sharp, weight)
+                if softcap > 0:
+                    store(bends, at, bend)
+                bent_sum = bent_sum + (weight * bend if softcap > 0 else weight)
+            elif dtype == FLOAT32 and any_above(weight, limit):
                 key = at // PANEL * pitch
                 weight = sharpen(
                     weight, limit, tile, key, queries, lane, channels, factor, rate, softcap, logs, LOG2_E,
@@ -127,6 +141,9 @@ def _probabilities(
                 slope = _slope(weight, load(slopes, at), delta)
                 gain = gain + slope
                 store(slopes, at, slope * load(bends, at) if softcap > 0 else slope)
+        if equal and large.size:
+            for channel in range(channels):
+                _add_product(large, channel * PANEL + lane, tile[channel], bent_sum)
         if slack.size:
             own = products / whole
             own = where(load(slack, lane) > magnitude(own - delta), own, delta)
@@ -311,7 +328,7 @@ def backward_queries(
         behind = seq[4] - seq[2]
         low = max(start // group + behind - left, 0)
         high = min((min(start + panels * PANEL, rows) - 1) // group + behind + right + 1, seq[4])
-        near_keys = count_near(k[1], seq, head) if dtype == FLOAT32 else 0
+        near_keys = count_near(k[1], seq, head) if dtype == FLOAT32 else (0, 0)
         for key in range(low, high, KEYS):
             keys = min(KEYS, high - key)
             padded = (keys + 3) // 4 * 4
@@ -329,8 +346,8 @@ def backward_queries(
                 some = rows_near(seq, group, start + p * PANEL, rows, right, nobody, near_keys, near)
                 _probabilities(
                     scores, slopes, padded, hidden or padded < KEYS, first, last, keys_tile, pitch,
-                    queries[p], channels, dtype, factor, rate, softcap, near if some else nothing, logs[p],
-                    dpsum[p],
+                    queries[p], channels, dtype, factor, rate, softcap, near if some else nothing,
+                    some == ALL_EQUAL, logs[p], dpsum[p],
                     marks if whole else nothing, weights[p], gains[p], large[p], bends, sums, exponents,
                 )  # fmt: skip
                 multiply(keys_tile, 1, pitch, slopes, padded, KEYS, totals[p], width, ones, False)
@@ -375,7 +392,7 @@ def backward_keys(
             read_tile(v[0], v[1], dtype, seq, head, key, keys, pitch, values_tiles[t])
             for i in range(blocks * KEYS * PANEL):
                 keys_totals[t, i] = values_totals[t, i] = 0
-        near_keys = count_near(k[1], seq, head) if dtype == FLOAT32 else 0
+        near_keys = count_near(k[1], seq, head) if dtype == FLOAT32 else (0, 0)
         behind = seq[4] - seq[2]
         low = max(begin - right - behind, 0) * group
         high = min(end + left - behind, seq[2]) * group
@@ -397,8 +414,9 @@ def backward_keys(
                 multiply(values_tiles[t], pitch, 1, above, channels, CHUNK, slopes, padded, ones, True)
                 _probabilities(
                     scores, slopes, padded, hidden or padded < KEYS, first, last, keys_tiles[t], pitch,
-                    queries, channels, dtype, factor, rate, softcap, near if some else nothing, logs, dpsum,
-                    nothing, nothing, nothing, nothing, bends, sums, exponents,
+                    queries, channels, dtype, factor, rate, softcap, near if some else nothing,
+                    some == ALL_EQUAL, logs, dpsum, nothing, nothing, nothing, nothing, bends, sums,
+                    exponents,
                 )  # fmt: skip
                 _add_rows(scores, padded, above_squares, blocks, ones, values_totals[t])
                 _add_rows(slopes, padded, query_squares, blocks, ones, keys_totals[t])

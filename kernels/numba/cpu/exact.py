@@ -8,8 +8,10 @@ An item of work is a (batch row, KV head) and a block of PANELS panels. Its answ
 thread that took it. Tiles are copied, because an invisible token may hold anything: it becomes zeros, and its
 scores -inf. Scratch of a thread at head_dim 64: tiles 36 KiB, queries and totals 96 KiB, scores 6 KiB.
 
+Queries are not scaled, scores are, as in `attention`; large weights are computed again (`sharpen_softmax`).
 Arrays are float32 in C order: q, out (batch, rows, heads_q, head_dim); k, v (batch, keys, heads, head_dim);
-visible bool (batch, keys); lse (batch, heads_q, rows), natural.
+visible bool (batch, keys); lse (batch, heads_q, rows), natural, float64 where it
+is written.
 """
 
 import math
@@ -30,6 +32,7 @@ from .tiles import (
     cap,
     fused,
     multiply,
+    sharpen_softmax,
     update_softmax,
 )
 
@@ -61,11 +64,11 @@ def _read_tile(x, visible, head, key, tile):
 
 
 @helper
-def _score(tile, queries, head_dim, first, group, behind, key, visible, softcap, marks, scores):
+def _score(tile, queries, head_dim, first, group, behind, key, visible, rate, softcap, marks, scores):
     """scores (KEYS, PANEL) of a tile and the query rows from `first` on: -inf where a key is not seen."""
     multiply(tile, head_dim + PADDING, 1, queries, head_dim, CHUNK_OF_STORED, scores, KEYS, marks, True)
     if softcap > 0:
-        cap(scores, KEYS, np.float32(1) / softcap, softcap)
+        cap(scores, KEYS, rate, softcap)
     if first // group + behind < key + KEYS - 1:  # the first row does not see all keys
         for lane in range(PANEL):
             marks[lane] = 0
@@ -78,8 +81,12 @@ def _score(tile, queries, head_dim, first, group, behind, key, visible, softcap,
 
 
 @serial
-def attend_exact(counter, q, k, v, visible, scale, softcap, out, lse):
-    """Attend all items: what one thread does, taking items from the counter until none is left."""
+def attend_exact(counter, q, k, v, visible, sign, scale_log2, rate, softcap, out, lse):
+    """Attend all items: what one thread does, taking items from the counter until none is left.
+
+    Scores are sign * <q, k>, with a softcap then softcap * tanh(rate * score); scale_log2 > 0 brings them to
+    units of log 2.
+    """
     batch, positions, heads_q, head_dim = q.shape
     keys, heads = k.shape[1:3]
     group, behind = heads_q // heads, keys - positions
@@ -89,13 +96,18 @@ def attend_exact(counter, q, k, v, visible, scale, softcap, out, lse):
     queries, totals = np.empty((2, PANELS, head_dim * PANEL), np.float32)
     row_max, row_sum = np.empty((2, PANELS, PANEL), np.float32)
     scores, marks = np.empty(KEYS * PANEL, np.float32), np.empty(2 * PANEL, np.float32)
-    nothing = np.empty(0, np.float32)
+    peak, nobody, exact_sums = (
+        np.empty(PANEL, np.float32),
+        np.empty(0, np.float32),
+        np.empty((2, 0), np.float64),
+    )
+    sums, exponents = np.empty(LANES, np.float64), np.empty(LANES, np.float32)
     item = take_number(counter)
     while item < batch * heads * blocks:
         row, head, start = item // (heads * blocks), item // blocks % heads, item % blocks * PANELS * PANEL
         panels = min(PANELS, (rows - start + PANEL - 1) // PANEL)
         for p in range(panels):
-            _read_panel(q[row], head, group, start + p * PANEL, scale, queries[p])
+            _read_panel(q[row], head, group, start + p * PANEL, sign, queries[p])
             for i in range(head_dim * PANEL):
                 totals[p, i] = 0
             for lane in range(PANEL):
@@ -109,10 +121,14 @@ def attend_exact(counter, q, k, v, visible, scale, softcap, out, lse):
                 if (min(first + PANEL, rows) - 1) // group + behind < key:
                     continue
                 _score(
-                    keys_tile, queries[p], head_dim, first, group, behind, key, visible[row], softcap, marks,
-                    scores,
+                    keys_tile, queries[p], head_dim, first, group, behind, key, visible[row], rate, softcap,
+                    marks, scores,
                 )  # fmt: skip
-                update_softmax(scores, KEYS, LOG2_E, row_max[p], row_sum[p], marks, nothing)
+                update_softmax(scores, KEYS, scale_log2, row_max[p], row_sum[p], marks, peak)
+                sharpen_softmax(
+                    scores, KEYS, keys_tile, head_dim + PADDING, queries[p], head_dim, scale_log2, rate,
+                    softcap, nobody, False, row_max[p], row_sum[p], marks, peak, exact_sums, sums, exponents,
+                )  # fmt: skip
                 multiply(
                     values_tile, 1, head_dim + PADDING, scores, KEYS, KEYS, totals[p], head_dim, marks, False
                 )
@@ -123,9 +139,9 @@ def attend_exact(counter, q, k, v, visible, scale, softcap, out, lse):
             for channel in range(head_dim):
                 sum_of = totals[p, channel * PANEL + lane]
                 out[row, position, own, channel] = _ZERO if whole == 0 else sum_of / whole
-            log = MINUS_INFINITY
+            log = -np.inf
             if whole != 0:
-                log = np.float32(np.float64(row_max[p, lane]) / LOG2_E + math.log(whole))
+                log = np.float64(row_max[p, lane]) / np.float64(LOG2_E) + math.log(np.float64(whole))
             lse[row, own, position] = log
         item = take_number(counter)
 
@@ -160,8 +176,9 @@ def sum_exact_mass(counter, q, k, visible, scale, softcap, lse, mass):
             for key in range(0, (min(first + PANEL, rows) - 1) // group + behind + 1, KEYS):
                 _read_tile(k[row], visible[row], head, key, tile)
                 _score(
-                    tile, queries, head_dim, first, group, behind, key, visible[row], softcap, marks, scores
-                )
+                    tile, queries, head_dim, first, group, behind, key, visible[row], np.float32(1) / softcap,
+                    softcap, marks, scores,
+                )  # fmt: skip
                 for j in range(min(KEYS, keys - key)):
                     p = splat(_ZERO)
                     for lane in range(0, PANEL, LANES):
@@ -174,13 +191,18 @@ def sum_exact_mass(counter, q, k, visible, scale, softcap, lse, mass):
 
 
 @serial
-def merge_two(out_a, lse_a, out_b, lse_b, out, lse):
-    """out, lse = attention over the keys of both parts; a part in which a row saw nothing adds nothing."""
+def merge_two(out_a, lse_a, rest_a, out_b, lse_b, out, lse):
+    """out, lse = attention over the keys of both parts; a part in which a row saw nothing adds nothing.
+
+    rest_a, of the shape of lse_a or empty: what lse_a lost when it was rounded.
+    """
     batch, rows, heads, head_dim = out.shape
     for row in range(batch):
         for position in range(rows):
             for head in range(heads):
                 a, b = np.float64(lse_a[row, head, position]), np.float64(lse_b[row, head, position])
+                if rest_a.size:
+                    a += rest_a[row, head, position]
                 new_max = max(a, b)
                 base = 0.0 if new_max == -np.inf else new_max
                 weight_a, weight_b = math.exp(a - base), math.exp(b - base)

@@ -31,7 +31,7 @@ def read_frame(keys, bh, block, mean, scales, order, factors):
     keys: mean (num_bh, head_dim) float32, shift (num_bh, head_dim / 2), exponent (num_bh, 2), order (num_bh,
     head_dim / 2) and gain (num_bh, 4), or (num_bh, 0) if keys are not in blocks.
     order[n] names the n-th channel of a coded key, factors[n] is what H is multiplied by there; block:
-    channels that H rotates together.
+    channels that H rotates together. factors may be float64.
     """
     all_means, all_shifts, exponents, all_orders, all_gains = keys
     head_dim = mean.size
@@ -50,8 +50,8 @@ def read_frame(keys, bh, block, mean, scales, order, factors):
             part, i = n // each, n % each
             pair = np.int64(all_orders[bh, part * (each // 2) + i % (each // 2)])
             order[n] = pair if i < each // 2 else pair + half
-            factors[n] = rotation / all_gains[bh, part] * exponent
+            factors[n] = np.float64(rotation) / all_gains[bh, part] * exponent
     else:
-        factor = np.float32(1 / math.sqrt(block)) * exponent
+        factor = 1 / math.sqrt(block) * exponent
         for n in range(head_dim):
             order[n], factors[n] = n, factor

@@ -12,7 +12,8 @@ Within an item:
 
 Scores are in units of log 2 inside. Values of coded (rotated) pages and raw ones have their own totals,
 because the coded part is rotated back at the end. Scratch memory of a thread: the totals, a quad of scores
-and of weights, and for raw values its pages without their unused slots. K and V are never written out
+and of weights (in float32 all scores of an item, see `packed_large`), and for raw values its pages without
+their unused slots. K and V are never written out
 unpacked.
 
 Shapes: num_bh = batch * num_heads_kv; query rows are (position, head of the group), heads fastest, in blocks
@@ -30,6 +31,7 @@ from numba.extending import intrinsic
 from .fragments import QUAD, add_lanes, call_product
 from .groups import hadamard_run
 from .key_frame import read_frame
+from .packed_large import ALL_EQUAL, LEAST_OF_FEW, limit_of, note, note_equal
 from .page import (
     K_FUNCTION,
     K_STEP_SIZES,
@@ -47,8 +49,8 @@ from .page import (
     position_of,
     prefetch,
 )
-from .simd import float32x8, helper, highest, load, maximum, splat, store, total
-from .softmax import LOG2_E, all_done, emit_exp2, floats, integers, serial, take_number
+from .simd import any_above, float32x8, helper, highest, load, maximum, splat, store, total
+from .softmax import LOG2_E, all_done, emit_exp2, exp2, floats, integers, serial, take_number
 from .tiles import fused
 
 UPPER_HALF = np.float32(2.0**-16)
@@ -59,6 +61,7 @@ HEADROOM = np.float32(8)
 that has been added up costs more than a few larger weights."""
 
 _MINUS_INFINITY = np.float32(-np.inf)
+_NEARLY = np.float32(1 - 2.0**-16)
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _F32X8 = ir.VectorType(ir.FloatType(), 8)
 
@@ -227,7 +230,7 @@ def _mask_window(scores, records, offset, base, used, first_visible):
 
 
 @helper
-def _update_max(scores, row_max, row_sum, rescale):
+def _update_max(scores, row_max, row_sum, rescale, highest_scores):
     """Let no score exceed its row_max by more than HEADROOM; whether totals have to be rescaled."""
     changed = False
     for row in range(scores.shape[0]):
@@ -237,6 +240,7 @@ def _update_max(scores, row_max, row_sum, rescale):
             best = maximum(load(own, slot), best)
         new_max = highest(best)
         rescale[row] = 1
+        highest_scores[row] = max(highest_scores[row], new_max)
         if new_max > row_max[row] + HEADROOM:
             if row_sum[row] != 0:
                 rescale[row] = np.float32(2.0) ** (row_max[row] - new_max)
@@ -251,6 +255,41 @@ def _rescale_totals(totals, rows, rescale):
     for first in range(0, totals.size, 8 * rows):
         for row in range(rows):
             store(totals, first + 8 * row, load(totals, first + 8 * row) * splat(rescale[row]))
+
+
+@helper
+def _note_large(scores, first, held, highest_scores, row_max, row_sum, softcap, scratch, notes):
+    """Note which weights of a part are large by its sum: scores (quads, rows, 64), from quad `first` on.
+
+    held: tokens that each row sees, 0 if not all see the same; highest_scores (rows,) of the part; scratch
+    (2, 8).
+    """
+    number, slots, weights = notes
+    largest, eight = scratch[0], scratch[1]
+    rows = row_sum.size
+    for row in range(rows):
+        largest[row] = highest_scores[row] - row_max[row]
+    store(largest, 0, exp2(load(largest, 0)))
+    for row in range(rows):
+        number[row] = 0
+        limit = limit_of(row_max[row], row_sum[row], LEAST_OF_FEW, softcap)
+        equal = row_sum[row] > held * largest[row] * _NEARLY and held > 0
+        if not (equal or largest[row] > limit):
+            continue
+        if equal:
+            limit = largest[row] * _NEARLY
+        threshold = np.float32(row_max[row] + math.log2(limit))
+        for i in range(scores.shape[0] * SLOTS // 8):
+            quad, slot = i // 8, i % 8 * 8
+            if number[row] != ALL_EQUAL and any_above(load(scores[quad, row], slot), splat(threshold)):
+                store(eight, 0, exp2(load(scores[quad, row], slot) - splat(row_max[row])))
+                for lane in range(8):
+                    if eight[lane] > limit:
+                        at = SLOTS * (first + quad) + slot + lane
+                        if equal:
+                            number[row] = note_equal(at, eight[lane], slots[row], weights[row])
+                            break
+                        number[row] = note(at, eight[lane], limit, slots[row], weights[row], number[row])
 
 
 @helper
@@ -288,21 +327,26 @@ def _attend_range(
     """One item: attend the quads first to last - 1 of a table row with a block of queries."""
     query_coded, query_raw, bias, first_visible = queries
     rung, _, index, base = table
-    scores, step_sizes, weights, coded, raw, words, rescale, records, values, used = scratch
-    out_coded, out_raw, row_max, row_sum = result
+    all_scores, step_sizes, weights, coded, raw, words, rescale, largest, records, values, used = scratch
+    out_coded, out_raw, row_max, row_sum, notes = result
     rows, head_dim = out_coded.shape
     oldest = first_visible[0]
     hides = first_visible[rows - 1] > 0  # a later row sees no more than an earlier one
     for i in range(coded.size):
         coded[i] = raw[i] = 0
     for row in range(rows):
-        row_max[row], row_sum[row] = _MINUS_INFINITY, 0
+        row_max[row], row_sum[row], largest[0, row] = _MINUS_INFINITY, 0, _MINUS_INFINITY
+    held = 0
     for quad in range(first, last):
         layout = layouts[rung[QUAD * quad]]
         tokens, own_base = find_records(table, layout, quad, records, values, used), base[QUAD * quad :]
         if hides:
             tokens = leave_out_before(oldest, layout, own_base, records, values, used)
+        scores = all_scores[quad - first if notes[0].size else 0]
         if tokens == 0:
+            for row in range(rows):
+                for slot in range(SLOTS):
+                    scores[row, slot] = _MINUS_INFINITY
             for row in range(max(0, -first_saved), min(rows, saved.shape[1] - first_saved)):
                 for slot in range(SLOTS):
                     saved[quad, first_saved + row, slot] = _MINUS_INFINITY
@@ -315,6 +359,7 @@ def _attend_range(
                 for line in range(start // 64 * 64, start + following[POSITIONS], 64):
                     prefetch(line)
 
+        held += tokens
         coded_keys, coded_values = layout[K_STEP_SIZES] >= 0, layout[V_STEP_SIZES] >= 0
         query = query_coded if coded_keys else query_raw
         call_product(
@@ -330,7 +375,7 @@ def _attend_range(
         for row in range(max(0, -first_saved), min(rows, saved.shape[1] - first_saved)):
             for slot in range(SLOTS):
                 saved[quad, first_saved + row, slot] = scores[row, slot] / LOG2_E
-        if _update_max(scores, row_max, row_sum, rescale):
+        if _update_max(scores, row_max, row_sum, rescale, largest[0]):
             _rescale_totals(coded, rows, rescale)
             _rescale_totals(raw, rows, rescale)
 
@@ -356,10 +401,15 @@ def _attend_range(
         )
     _add_lanes(coded, out_coded)
     _add_lanes(raw, out_raw)
+    if notes[0].size:
+        quads = all_scores[: last - first]
+        _note_large(
+            quads, first, 0 if hides else held, largest[0], row_max, row_sum, softcap, largest[1:], notes
+        )
 
 
 @serial
-def attend_pages(counter, queries, table, layouts, itemsize, softcap, saved, first_saved, result):
+def attend_pages(counter, queries, table, layouts, itemsize, softcap, saved, first_saved, result, notes):
     """Attend all pages, in parts: what one thread does, taking items from the counter until none is left.
 
     queries: coded, raw (num_bh, blocks, head_dim / 16, 2, 2, rows, 4), patterns of `fragments` for coded
@@ -368,20 +418,24 @@ def attend_pages(counter, queries, table, layouts, itemsize, softcap, saved, fir
     (num_bh, entries); num_pages (num_bh,). saved (num_bh, quads, saved rows, 64) receives the scores,
     natural, of query rows from first_saved on. result: out (2, num_bh, blocks, splits, rows, head_dim), what
     coded and raw values add up to, in units of 2^row_max; row_max, row_sum (num_bh, blocks, splits, rows).
+    notes: those of `packed_large`.
     Returns whether all items are done.
     """
     coded, raw, bias, first_visible = queries
     rung, count, index, base, num_pages = table
     out, row_max, row_sum = result
+    number, slots, noted = notes
     _, num_bh, blocks, splits, rows, head_dim = out.shape
+    longest = np.int64(num_pages.max()) // QUAD // splits + 1 if number.size else 1
     scratch = (
-        np.empty((rows, SLOTS), np.float32),
+        np.empty((longest, rows, SLOTS), np.float32),
         np.empty(SLOTS, np.float32),
         np.empty((QUAD, 2, 2, rows, 4), np.float32),
         np.empty(4 * rows * head_dim, np.float32),
         np.empty(4 * rows * head_dim, np.float32),
         np.empty((QUAD, PAGE * head_dim * itemsize // 4), np.uint32),
         np.empty(rows, np.float32),
+        np.zeros((3, 8), np.float32),
         np.empty(QUAD, np.int64),
         np.empty(QUAD, np.int64),
         np.empty(QUAD, np.int64),
@@ -406,6 +460,7 @@ def attend_pages(counter, queries, table, layouts, itemsize, softcap, saved, fir
                 out[1, bh, block, part],
                 row_max[bh, block, part],
                 row_sum[bh, block, part],
+                (number[bh, block, part], slots[bh, block, part], noted[bh, block, part]),
             ),
         )
         item, own = take_number(counter), own + 1

@@ -4,9 +4,10 @@ import math
 
 import numpy as np
 
+from .doubles import add_scaled, hadamard64
 from .fragments import QUAD
-from .groups import hadamard_run
 from .key_frame import exponent_of, power_of_two
+from .packed_large import power, whole_of
 from .page import PAGE, SLOTS
 from .simd import helper, load, splat, store
 from .softmax import LOG2_E, exp2, serial, take_number
@@ -16,46 +17,42 @@ _MINUS_INFINITY = np.float32(-np.inf)
 
 
 @serial
-def merge_parts(parts, row_max, row_sum, block, exponent, out, lse):
+def merge_parts(parts, row_max, row_sum, block, exponent, out, lse, rest):
     """Merge the parts of each row, in order; rotate back the sums of coded values.
 
     parts, row_max, row_sum from `attend_pages`; block: channels of a rotation; exponent (num_bh, 2); out
     (batch, positions, heads, head_dim), lse (batch, heads, positions), natural: 0 and -inf where there is no
-    token.
+    token. rest, as lse: what lse lost when it was rounded.
     """
     batch, positions, heads, head_dim = out.shape
     _, num_bh, _, splits, rows, _ = parts.shape
     kv_heads = num_bh // batch
     group = heads // kv_heads
+    line, signs = np.empty((2, head_dim), np.float64)
+    signs[:] = SIGNS[:head_dim]
     for bh in range(num_bh):
-        factor = np.float32(1 / math.sqrt(block)) * power_of_two(exponent_of(exponent, bh, 1))
+        factor = 1 / math.sqrt(block) * power_of_two(exponent_of(exponent, bh, 1))
         for i in range(positions * group):
             own, row, head = i // rows, i % rows, bh % kv_heads * group + i % group
-            line = out[bh // kv_heads, i // group, head]
-            new_max = _MINUS_INFINITY
-            for part in range(splits):
-                new_max = max(new_max, row_max[bh, own, part, row])
-            whole = np.float32(0)
-            for part in range(splits):
-                if row_sum[bh, own, part, row] != 0:
-                    whole += row_sum[bh, own, part, row] * np.float32(2) ** (
-                        row_max[bh, own, part, row] - new_max
-                    )
+            new_max, whole = whole_of(row_max[bh], row_sum[bh], own, row)
             for channel in range(head_dim):
                 line[channel] = 0
             for side in range(2):
                 for part in range(splits):
                     if row_sum[bh, own, part, row] != 0:
-                        weight = np.float32(2) ** (row_max[bh, own, part, row] - new_max) / whole
-                        values = parts[side, bh, own, part, row]
-                        for channel in range(head_dim):
-                            line[channel] += weight * values[channel]
+                        weight = power(np.float64(row_max[bh, own, part, row] - new_max)) / whole
+                        add_scaled(line, weight, parts[side, bh, own, part, row])
                 if side == 0:
-                    hadamard_run(line, 0, head_dim, block)
+                    hadamard64(line, block)
                     for channel in range(head_dim):
-                        line[channel] *= factor * SIGNS[channel]
+                        line[channel] *= factor * signs[channel]
+            own_out = out[bh // kv_heads, i // group, head]
+            for channel in range(head_dim):
+                own_out[channel] = line[channel]
             log = (new_max + math.log2(whole)) / np.float64(LOG2_E) if whole != 0 else _MINUS_INFINITY
-            lse[bh // kv_heads, head, i // group] = log
+            rounded = np.float32(log)
+            lse[bh // kv_heads, head, i // group] = rounded
+            rest[bh // kv_heads, head, i // group] = log - rounded if whole != 0 else 0.0
 
 
 @serial

@@ -26,6 +26,7 @@ from .expand import PADDING, SLOT_AT, index_of
 from .fragments import QUAD, call_product
 from .groups import hadamard_run
 from .key_frame import read_frame
+from .packed_large import note, read_step_sizes, rescale_notes
 from .page import (
     K_FUNCTION,
     K_STEP_SIZES,
@@ -34,14 +35,34 @@ from .page import (
     SLOTS,
     V_FUNCTION,
     V_STEP_SIZES,
-    double_step_sizes,
     find_records,
     leave_out_before,
     position_of,
 )
-from .simd import F32X8, LANES, helper, load, load_unaligned, pointer_to, splat, store, store_unaligned
+from .simd import (
+    F32X8,
+    LANES,
+    any_above,
+    helper,
+    load,
+    load_unaligned,
+    pointer_to,
+    splat,
+    store,
+    store_unaligned,
+)
 from .softmax import LOG2_E, serial, take_number
-from .tiles import CHUNK_OF_STORED, LOWEST, MINUS_INFINITY, PANEL, PANELS, cap, multiply, update_softmax
+from .tiles import (
+    CHUNK_OF_STORED,
+    LOWEST,
+    MINUS_INFINITY,
+    PANEL,
+    PANELS,
+    cap,
+    large_share,
+    multiply,
+    update_softmax,
+)
 
 _ZERO = np.float32(0)
 
@@ -121,15 +142,6 @@ def lay_out_panels(q, scale, keys, block, coded, raw):
 
 
 @helper
-def _read_step_sizes(address, step_sizes, by_slot):
-    """steps (16,) = twice the steps of the tokens of SLOT_AT."""
-    for slot in range(0, PAGE, LANES):
-        store(by_slot, slot, double_step_sizes(address + slot))
-    for p in range(PAGE):
-        step_sizes[p] = by_slot[SLOT_AT[p]]
-
-
-@helper
 def _hide(scores, used):
     for p in range(SLOTS):
         if SLOT_AT[p % PAGE] >= used[p // PAGE]:
@@ -180,13 +192,34 @@ def _expand_quad(layout, records, codes_v, keys, values, step_sizes, by_slot, he
         record = records[page]
         if record:
             if layout[K_STEP_SIZES] >= 0:
-                _read_step_sizes(record + layout[K_STEP_SIZES], step_sizes, by_slot)
+                read_step_sizes(record + layout[K_STEP_SIZES], step_sizes, by_slot)
             matrix = keys.ctypes.data + 4 * PAGE * page * (head_dim + PADDING)
             call_product(layout[K_FUNCTION], record, step_sizes.ctypes.data, matrix, head_dim // 16)
             if layout[V_STEP_SIZES] >= 0:
-                _read_step_sizes(record + layout[V_STEP_SIZES], step_sizes, by_slot)
+                read_step_sizes(record + layout[V_STEP_SIZES], step_sizes, by_slot)
             matrix = values.ctypes.data + 4 * PAGE * page
             call_product(layout[V_FUNCTION], codes_v[page], step_sizes.ctypes.data, matrix, head_dim // 16)
+
+
+@helper
+def _note_large(weights, quad, row_max, row_sum, rescale, peak, softcap, square, notes):
+    """Note which weights (64 tokens, PANEL) of a quad are large by the sums so far."""
+    number, slots, noted = notes
+    for lane in range(0, PANEL, LANES):
+        for i in range(lane, lane + LANES):
+            if number[i] and rescale[i] != 1:
+                rescale_notes(noted[i], number[i], rescale[i])
+        limit = load(row_sum, lane) * large_share(load(row_max, lane), softcap)
+        if not any_above(load(peak, lane), limit):
+            continue
+        store(square, 0, limit)
+        for p in range(SLOTS):
+            if any_above(load(weights, p * PANEL + lane), limit):
+                slot = SLOTS * quad + p // PAGE * PAGE + SLOT_AT[p % PAGE]
+                for i in range(lane, lane + LANES):
+                    weight, own = weights[p * PANEL + i], square[i - lane]
+                    if weight > own:
+                        number[i] = note(slot, weight, own, slots[i], noted[i], number[i])
 
 
 @helper
@@ -200,8 +233,9 @@ def _attend_range(
     """
     query_coded, query_raw, first_visible = queries
     rung, _, _, base = table
-    keys, values, scores, step_sizes, by_slot, rescale, nothing, square, records, codes_v, used = scratch
-    row_max, row_sum = result
+    keys, values, scores, step_sizes, by_slot, rescale, peak, square, records, codes_v, used = scratch
+    row_max, row_sum, (number, slots, noted) = result
+    largest = peak[: peak.size if number.size else 0]
     panels, head_dim = totals.shape[0], totals.shape[1] // PANEL
     oldest, hides = first_visible[0, 0], first_visible[panels - 1, PANEL - 1] > 0
     for panel in range(panels):
@@ -209,6 +243,8 @@ def _attend_range(
             totals[panel, i] = 0
         for lane in range(PANEL):
             row_max[panel * PANEL + lane], row_sum[panel * PANEL + lane] = LOWEST, 0
+    for row in range(number.size):
+        number[row] = 0
     for quad in range(first, last):
         layout = layouts[rung[QUAD * quad]]
         if (layout[V_STEP_SIZES] < 0) != raw:
@@ -246,14 +282,19 @@ def _attend_range(
             if hides:
                 _mask_window(scores, records, layout[POSITIONS], own_base, used, first_visible[panel])
             _keep(scores, panel * PANEL - first_saved, saved[quad], square)
-            update_softmax(scores, SLOTS, LOG2_E, row_max[rows], row_sum[rows], rescale, nothing)
+            update_softmax(scores, SLOTS, LOG2_E, row_max[rows], row_sum[rows], rescale, largest)
+            if number.size:
+                _note_large(
+                    scores, quad, row_max[rows], row_sum[rows], rescale, peak, softcap, square,
+                    (number[rows], slots[rows], noted[rows]),
+                )  # fmt: skip
             multiply(
                 values, SLOTS + PADDING, 1, scores, SLOTS, SLOTS, totals[panel], head_dim, rescale, False
             )
 
 
 @serial
-def attend_rows(counter, queries, table, layouts, softcap, saved, first_saved, result):
+def attend_rows(counter, queries, table, layouts, softcap, saved, first_saved, result, notes):
     """Attend all pages, in parts: what one thread does, taking items from the counter until none is left.
 
     queries: coded, raw of `lay_out_panels`; first_visible (num_bh, panels, PANEL), the first position of a
@@ -261,11 +302,13 @@ def attend_rows(counter, queries, table, layouts, softcap, saved, first_saved, r
     (num_bh,). saved (num_bh, quads, saved rows, 64) receives the scores, natural, of query rows from
     first_saved on. result: out (2, num_bh, blocks, parts, rows, head_dim), what coded and raw values add up
     to, zeros before, in units of 2^row_max; row_max, row_sum (num_bh, blocks, parts, rows). Part 2 i is range
-    i of the quads with coded values, 2 i + 1 of those with raw ones; rows are those of PANELS panels.
+    i of the quads with coded values, 2 i + 1 of those with raw ones; rows are those of PANELS panels. notes:
+    those of `packed_large`.
     """
     coded, raw, first_visible = queries
     rung, count, index, base, num_pages = table
     out, row_max, row_sum = result
+    number, slots, noted = notes
     _, num_bh, blocks, parts, _, head_dim = out.shape
     panels = coded.shape[1]
     scratch = (
@@ -275,7 +318,7 @@ def attend_rows(counter, queries, table, layouts, softcap, saved, first_saved, r
         np.empty(PAGE, np.float32),
         np.empty(PAGE, np.float32),
         np.empty(PANEL, np.float32),
-        np.empty(0, np.float32),
+        np.empty(PANEL, np.float32),
         np.empty(LANES * LANES, np.float32),
         np.empty(QUAD, np.int64),
         np.empty(QUAD, np.int64),
@@ -300,7 +343,11 @@ def attend_rows(counter, queries, table, layouts, softcap, saved, first_saved, r
             first_saved - block * PANELS * PANEL,
             scratch,
             used,
-            (row_max[bh, block, part], row_sum[bh, block, part]),
+            (
+                row_max[bh, block, part],
+                row_sum[bh, block, part],
+                (number[bh, block, part], slots[bh, block, part], noted[bh, block, part]),
+            ),
         )
         _write_out(used, row_sum[bh, block, part], out[part % 2, bh, block, part])
         item = take_number(counter)

@@ -58,8 +58,8 @@ CHUNK_OF_ROUGH = 32
 CHUNK_OF_STORED = 16
 """The same for scores of what a cache holds; decoding (`packed`) adds as many."""
 
-SHARE = np.float32(0.5)
-"""In float32 a weight is large if, times the size of its score, it is above this share of the row's sum."""
+LARGE_PART = np.float32(0.5)
+"""In float32 a weight is large if, times the size of its score, it is above this part of the row's sum."""
 
 LEAST_SIZE, LEAST_CAPPED, LARGEST_SIZE = np.float32(4), np.float32(16), np.float32(31)
 """Bounds of what counts as the size of a score, in units of log 2. A capped score hides its own. With the
@@ -69,6 +69,9 @@ lose it."""
 NEAR = np.float32(2.0**-4)
 """Keys are near the first one where none is farther from it than this share of it. What their scores have in
 common cancels in dq, errors of float32 do not, and lse has it whole: so all their weights count as large."""
+
+NONE_NEAR, SOME_NEAR, ALL_EQUAL = range(3)
+"""What `rows_near` finds: equal keys have one score, which is computed once for a tile."""
 
 LOWEST = np.float32(-1e30)
 """A row_max before any key; finite, so that -inf - row_max is never NaN."""
@@ -292,40 +295,55 @@ def _add_products(typing_context, row, first, panel, lane, depth, sums):
 def large_share(size, softcap):
     """The share of a row's weight above which a weight is large; size: that of the row's scores, in log 2."""
     size = maximum(magnitude(size), splat(LEAST_CAPPED if softcap > 0 else LEAST_SIZE))
-    return splat(SHARE) / minimum(size, splat(LARGEST_SIZE))
+    return splat(LARGE_PART) / minimum(size, splat(LARGEST_SIZE))
 
 
 @helper
-def count_near(x32, seq, head):
-    """How many float32 keys of a sequence, from the first on, lie near the first, in every channel.
-
-    None if the first is 0: what scores of zeros have in common is exact.
-    """
-    if not seq[4] or not np.any(x32[seq[0], seq[3], head]):
-        return 0
+def count_within(x32, seq, head, distance):
+    """How many float32 keys, from the first of a sequence on, are no farther from it than this part of it."""
+    one, whole = x32[seq[0], seq[3], head], x32.shape[3] // LANES * LANES
     for key in range(1, seq[4]):
-        for channel in range(x32.shape[3]):
-            one = x32[seq[0], seq[3], head, channel]
-            if not abs(x32[seq[0], seq[3] + key, head, channel] - one) <= NEAR * abs(one):
+        other = x32[seq[0], seq[3] + key, head]
+        for channel in range(0, whole, LANES):
+            x = load(one, channel)
+            if any_above(magnitude(load(other, channel) - x), splat(distance) * magnitude(x)):
+                return key
+        for channel in range(whole, x32.shape[3]):
+            if abs(other[channel] - one[channel]) > distance * abs(one[channel]):
                 return key
     return seq[4]
 
 
 @helper
-def rows_near(seq, group, row, rows, right, limits, count, near):
-    """near (PANEL,) = 1 for rows that see none but the first `count` keys, else 0; False if there are none.
+def count_near(x32, seq, head):
+    """How many float32 keys, from the first of a sequence on, lie near it, and how many are equal to it.
 
-    It follows from a row and the keys alone, whatever rows stand beside it. limits may be empty.
+    None if the first is 0: what scores of zeros have in common is exact.
     """
+    if not seq[4] or not np.any(x32[seq[0], seq[3], head]):
+        return 0, 0
+    near = count_within(x32, seq, head, NEAR)
+    return near, count_within(x32, seq, head, _ZERO) if near > 1 else near
+
+
+@helper
+def rows_near(seq, group, row, rows, right, limits, counts, near):
+    """near (PANEL,) = 1 for rows that see none but the first keys, which are near, else 0.
+
+    counts: how many are near, and how many equal, as `count_near` returns them. Returns NONE_NEAR, or
+    ALL_EQUAL if no row of the panel sees another key than those that are equal, or SOME_NEAR. `near` follows
+    from a row and the keys alone, whatever rows stand beside it. limits may be empty.
+    """
+    last = 0
     for lane in range(PANEL):
         position = min(row + lane, rows - 1) // group
         last = min(position + seq[4] - seq[2] + right + 1, seq[4])
         if limits.size:
             last = limits[seq[1] + position]
-        near[lane] = last <= count
-        if lane == 0 and last > count:
-            return False  # later rows see no fewer keys
-    return True
+        near[lane] = last <= counts[0]
+        if lane == 0 and last > counts[0]:
+            return NONE_NEAR  # later rows see no fewer keys
+    return ALL_EQUAL if last <= counts[1] else SOME_NEAR
 
 
 @helper
@@ -353,14 +371,44 @@ def sharpen(
 
 
 @helper
+def _sharpen_equal(
+    scores, keys, tile, queries, lane, channels, scale_log2, rate, softcap, row_max, row_sum, exact_sums,
+    sums, exponents,
+):  # fmt: skip
+    """Do what `sharpen_softmax` does for eight rows that see none but equal keys: one weight for all."""
+    zero, one = splat(_ZERO), splat(_ONE)
+    sharp = sharpen(
+        one, zero, tile, 0, queries, lane, channels, scale_log2, rate, softcap, row_max, _ONE, row_max[:0],
+        exponents, 0, sums, exponents,
+    )  # fmt: skip
+    gain = count = zero
+    for at in range(lane, keys * PANEL, PANEL):
+        weight = load(scores, at)
+        seen = weight > zero
+        count = count + seen
+        gain = gain + where(seen, sharp - weight, zero)
+        store(scores, at, where(seen, sharp, weight))
+    store(row_sum, lane, load(row_sum, lane) + gain)
+    for i in range(LANES):
+        sums[i] = math.exp(exponents[i] * _LOG_2)
+    store(exponents, 0, count)
+    for i in range(LANES):
+        exact_sums[0, lane + i] += sums[i] * exponents[i]
+        sums[i] = exponents[i]
+    store(exponents, 0, sharp)
+    for i in range(LANES):
+        exact_sums[1, lane + i] += sums[i] * exponents[i]
+
+
+@helper
 def sharpen_softmax(
-    scores, keys, tile, pitch, queries, channels, scale_log2, rate, softcap, near, row_max, row_sum,
+    scores, keys, tile, pitch, queries, channels, scale_log2, rate, softcap, near, equal, row_max, row_sum,
     rescale, peak, exact_sums, sums, exponents,
 ):  # fmt: skip
     """Compute large weights again, from scores in float64; of rows that are `near` all, and sums of them.
 
-    Call it after `update_softmax`. near may be empty. exact_sums (2, PANEL) float64: of weights, and of those
-    that are rounded to float32.
+    Call it after `update_softmax`. near may be empty; equal: no row sees other keys than equal ones.
+    exact_sums (2, PANEL) float64: of weights, and of those that are rounded to float32.
     """
     for lane in range(0, PANEL, LANES):
         before, gain = load(row_sum, lane), splat(_ZERO)
@@ -371,6 +419,12 @@ def sharpen_softmax(
                 exact_sums[0, lane + i] *= rescale[lane + i]
                 exact_sums[1, lane + i] *= rescale[lane + i]
         if not any_above(load(peak, lane), limit):
+            continue
+        if equal:
+            _sharpen_equal(
+                scores, keys, tile, queries, lane, channels, scale_log2, rate, softcap, row_max, row_sum,
+                exact_sums, sums, exponents,
+            )  # fmt: skip
             continue
         for at in range(lane, keys * PANEL, PANEL):
             weight = load(scores, at)

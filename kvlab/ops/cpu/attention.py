@@ -138,12 +138,17 @@ def score_numbers(scores: Scores, unit: float = 1) -> tuple[Any, ...]:
 
     The factor brings products of q and k, or capped scores, to natural scores times `unit`.
     """
-    # A scale of 0 becomes one that no score is seen with, so that hidden keys, at -inf, stay hidden.
-    scale = max(abs(scores.scale), 1e-37)
-    factor = unit if scores.softcap else scale * unit
-    rate = scale / scores.softcap if scores.softcap else 1.0
     left, right = (_FAR if side < 0 else side for side in (scores.left, scores.right))
-    return left, right, *map(np.float32, (math.copysign(1, scores.scale), factor, rate, scores.softcap))
+    return left, right, *score_factors(scores.scale, scores.softcap, unit)
+
+
+def score_factors(scale: float, softcap: float, unit: float = 1) -> tuple[np.float32, ...]:
+    """Return sign, factor, rate and softcap of `score_numbers`."""
+    # A scale of 0 becomes one that no score is seen with, so that hidden keys, at -inf, stay hidden.
+    size = max(abs(scale), 1e-37)
+    factor = unit if softcap else size * unit
+    rate = size / softcap if softcap else 1.0
+    return tuple(map(np.float32, (math.copysign(1, scale), factor, rate, softcap)))
 
 
 def worth_sharing(views: Views, products: int) -> bool:

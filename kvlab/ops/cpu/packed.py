@@ -21,7 +21,7 @@ from kvlab.pages import QUAD, TOKENS_PER_PAGE, PageLayout
 from kvlab.threads import run_parallel
 from kvlab.views import CudaView, to_numpy_view
 
-__all__ = ["AttendCall", "attend", "attend_into", "mass"]
+__all__ = ["AttendCall", "LseRest", "attend", "attend_into", "mass"]
 
 ROWS_AT_ONCE = 4
 """Query rows that one expansion of a page serves on the CPU: what its registers hold."""
@@ -95,7 +95,7 @@ class _CpuCall(NamedTuple):
     first_saved: int
     alone: bool
 
-    def layouts(self, pages: Pages, rows: int) -> NDArray[np.int64]:
+    def layouts(self, pages: Pages, rows: int, *, checked: bool = False) -> NDArray[np.int64]:
         """Describe the rungs with the addresses of their pools; refuse a table that leads outside them."""
         from kvlab.numba_kernels.cpu import page as cpu_page
 
@@ -104,7 +104,7 @@ class _CpuCall(NamedTuple):
         last = np.array([pool.nbytes for pool in pages.pools]) - layouts[:, cpu_page.RECORD]
         if unit := getattr(pages, "unit", 0):  # bytes that `index` counts, if it does not count pages
             layouts[:, cpu_page.RECORD] = unit
-        if not cpu_page.check_table(*self.table, layouts, last):
+        if not checked and not cpu_page.check_table(*self.table, layouts, last):
             raise ValueError(
                 "pages: an entry of the page table names a page that does not exist; check_entries() says "
                 "which"
@@ -160,8 +160,12 @@ def attend_into(
     scale: float,
     softcap: float,
     window: Window | None = None,
-) -> None:
-    """Attend with queries of NumPy; results and scores, of as many last rows as they have, go to arrays."""
+) -> NDArray[np.float32]:
+    """Attend with queries of NumPy; results and scores, of as many last rows as they have, go to arrays.
+
+    Returns what lse lost when it was rounded to float32.
+    """
+    from kvlab.numba_kernels.cpu import packed_large as large
     from kvlab.numba_kernels.cpu.packed_merge import merge_parts
 
     batch, seqlen_q, heads, head_dim = view.shape
@@ -193,16 +197,36 @@ def attend_into(
         first_saved=(seqlen_q - keep_scores) * group,
         alone=2 * TOKENS_PER_PAGE * int(num_pages.sum()) * query_rows * head_dim < _WORTH_SHARING,
     )
-    attend_rows = _attend_few_rows if query_rows <= FEW_ROWS else _attend_many_rows
-    parts = attend_rows(call, pages, num_bh, query_rows)
-    merge_parts(*parts, block, keys[2], out, lse)
+    few = query_rows <= FEW_ROWS
+    attend_rows = _attend_few_rows if few else _attend_many_rows
+    least_size = large.LEAST_OF_FEW if few else large.LEAST_OF_MANY
+    notes_each = large.NOTES if view.dtype == np.float32 else 0
+    parts, row_max, sums, notes = attend_rows(call, pages, num_bh, query_rows, notes_each)
+    row_sum = sums.astype(np.float64)
+    if notes_each and large.any_large(row_max, row_sum, notes, query_rows, least_size, call.softcap):
+        run_parallel(
+            large.sharpen_parts, np.zeros(1, np.int64), call.queries, scale, softcap, least_size, keys,
+            call.block, call.page_table, call.layouts(pages, 0, checked=True), parts, row_max, row_sum, notes,
+            alone=call.alone,
+        )  # fmt: skip
+    rest = np.empty_like(lse)
+    merge_parts(parts, row_max, row_sum, block, keys[2], out, lse, rest)
+    return rest
 
 
-_Parts = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]
-"""out (2, num_bh, blocks, parts, rows, head_dim), row_max, row_sum (num_bh, blocks, parts, rows)."""
+_Notes = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]
+_Parts = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32], _Notes]
+"""out (2, num_bh, blocks, parts, rows, head_dim), row_max, row_sum (num_bh, blocks, parts, rows), notes."""
 
 
-def _attend_few_rows(call: _CpuCall, pages: Pages, num_bh: int, query_rows: int) -> _Parts:
+def _new_notes(shape: tuple[int, ...], notes_each: int) -> _Notes:
+    """Room for the notes of `packed_large`."""
+    number = np.empty(shape if notes_each else (0,) * len(shape), np.int32)
+    slot = np.empty((*number.shape, notes_each), np.int32)
+    return number, slot, np.empty(slot.shape, np.float32)
+
+
+def _attend_few_rows(call: _CpuCall, pages: Pages, num_bh: int, query_rows: int, notes_each: int) -> _Parts:
     from kvlab.numba_kernels.cpu import packed as kernels
 
     head_dim = call.queries.shape[3]
@@ -219,15 +243,16 @@ def _attend_few_rows(call: _CpuCall, pages: Pages, num_bh: int, query_rows: int)
     splits = call.splits(num_bh * blocks, _ITEMS, _QUADS_PER_ITEM)
     parts = np.empty((2, num_bh, blocks, splits, rows, head_dim), np.float32)
     row_max, row_sum = np.empty((2, num_bh, blocks, splits, rows), np.float32)
+    notes = _new_notes(row_max.shape, notes_each)
     run_parallel(
         kernels.attend_pages, np.zeros(2, np.int64), (coded, raw, bias, first_visible), call.page_table,
         layouts, pages.layouts[0].itemsize, call.softcap, call.saved, call.first_saved,
-        (parts, row_max, row_sum), alone=call.alone,
+        (parts, row_max, row_sum), notes, alone=call.alone,
     )  # fmt: skip
-    return parts, row_max, row_sum
+    return parts, row_max, row_sum, notes
 
 
-def _attend_many_rows(call: _CpuCall, pages: Pages, num_bh: int, query_rows: int) -> _Parts:
+def _attend_many_rows(call: _CpuCall, pages: Pages, num_bh: int, query_rows: int, notes_each: int) -> _Parts:
     from kvlab.numba_kernels.cpu import packed_rows as kernels
 
     head_dim, layouts = call.queries.shape[3], call.layouts(pages, 0)
@@ -240,11 +265,12 @@ def _attend_many_rows(call: _CpuCall, pages: Pages, num_bh: int, query_rows: int
     # Two parts for each range of quads: those with coded values and those with raw ones.
     shape = (num_bh, blocks, 2 * call.splits(num_bh * blocks, _ITEMS // 4, 4 * _QUADS_PER_ITEM), rows)
     parts, (row_max, row_sum) = np.zeros((2, *shape, head_dim), np.float32), np.empty((2, *shape), np.float32)
+    notes = _new_notes(shape, notes_each)
     run_parallel(
         kernels.attend_rows, np.zeros(1, np.int64), (coded, raw, first_visible), call.page_table, layouts,
-        call.softcap, call.saved, call.first_saved, (parts, row_max, row_sum), alone=call.alone,
+        call.softcap, call.saved, call.first_saved, (parts, row_max, row_sum), notes, alone=call.alone,
     )  # fmt: skip
-    return parts, row_max, row_sum
+    return parts, row_max, row_sum, notes
 
 
 def mass(scores: ArrayT, lse: Array, pages: Pages, group: int) -> ArrayT:
@@ -264,14 +290,34 @@ def mass(scores: ArrayT, lse: Array, pages: Pages, group: int) -> ArrayT:
     return like_first(mass.reshape(batch, kv_heads, QUAD * quads, TOKENS_PER_PAGE), scores)
 
 
+class LseRest:
+    """What the last log-sum-exp over stored tokens lost when it was rounded to float32, by its address.
+
+    Those who merge it with that of other tokens take it: at 50 it is up to 2e-6, which all weights of a part
+    would be off by.
+    """
+
+    def __init__(self) -> None:
+        self._address, self._values = 0, np.empty((0, 0, 0), np.float32)
+
+    def keep(self, address: int, values: NDArray[np.float32]) -> None:
+        """Keep what is lost of the log-sum-exp at an address, and nothing else."""
+        self._address, self._values = address, values
+
+    def of(self, address: int, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        """What is lost of the log-sum-exp at an address, (batch, heads, rows); 0 if that is not known."""
+        known = address == self._address and self._values.shape == shape
+        return self._values if known else np.zeros(shape, np.float32)
+
+
 class AttendCall:
     """Packed attention over the pages of one layer, as `kvlab.ops.cuda.packed.AttendCall`."""
 
     def __init__(
-        self, pages: Any, *, scale: float, softcap: float, scores: Any = None,
+        self, pages: Any, *, scale: float, softcap: float, rest: LseRest, scores: Any = None,
         window: Window | None = None,
     ) -> None:  # fmt: skip
-        self._pages, self._scale, self._softcap = pages, scale, softcap
+        self._pages, self._scale, self._softcap, self._rest = pages, scale, softcap, rest
         self._scores, self._window = scores, window
 
     def use(self, workspace: Any, scores: Any) -> None:
@@ -284,7 +330,8 @@ class AttendCall:
         quads, slots = (*bh, entries // QUAD), QUAD * TOKENS_PER_PAGE
         kept = np.empty((*quads, 0), np.float32) if self._scores is None else self._scores.view(np.float32)
         results = array_at(out, view.shape, "float32"), array_at(lse, (batch, heads, num_new), "float32")
-        attend_into(
+        lost = attend_into(
             *results, kept.reshape(*quads, kept.shape[-1] // slots, slots), view_at(view), self._pages,
             heads // bh[1], self._scale, self._softcap, self._window,
         )  # fmt: skip
+        self._rest.keep(lse, lost)

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvlab.ops.cpu.exact import attend_exact
+from kvlab.ops.cpu.exact import NO_REST, attend_exact, merge_two
 from kvlab.ops.cpu.layer import HostLayer, array_at, vectors_of, view_at
+from kvlab.ops.cpu.packed import LseRest
 from kvlab.ops.cpu.refit import fit_frames
 from kvlab.ops.cpu.rows import MergedTokens, NewRow, freeze_row
 from kvlab.ops.cpu.scores import norm_codes
@@ -97,31 +98,21 @@ def crop_rows(layers: Sequence[HostLayer], end: int) -> None:
                 tables.counts[bh, entry] = (position < end).sum()
 
 
-def merge_rows(head_dim: int, addresses: Sequence[int], shape: tuple[int, int, int]) -> None:
-    """`kvlab.ops.cuda.pages.merge_rows`."""
+def merge_rows(head_dim: int, addresses: Sequence[int], shape: tuple[int, int, int], rest: LseRest) -> None:
+    """`kvlab.ops.cuda.pages.merge_rows`; the other part is that over stored tokens."""
     (batch, num_new, heads), dtype = shape, "float32"
     out, other = (array_at(addresses[i], (*shape, head_dim), dtype) for i in (0, 2))
     lse, other_lse = (array_at(addresses[i], (batch, heads, num_new), dtype) for i in (1, 3))
-    _merge(out, lse, other, other_lse)
-
-
-def _merge(out: Any, lse: Any, other: Any, other_lse: Any) -> None:
-    """Merge attention over other keys into out and lse."""
-    from kvlab.numba_kernels.cpu.exact import merge_two
-
-    both, total = np.empty(out.shape, np.float32), np.empty_like(lse)
-    first, second = (np.ascontiguousarray(x, np.float32) for x in (out, other))
-    merge_two(first, lse, second, np.ascontiguousarray(other_lse), both, total)
-    out[...], lse[...] = both, total
+    out[...], lse[...] = merge_two(other, other_lse, rest.of(addresses[3], other_lse.shape), out, lse)
 
 
 class AppendCall:
     """The append of one layer; arguments of a call as those of `kvlab.ops.cuda.pages.AppendCall`."""
 
     def __init__(
-        self, layer: HostLayer, *, scale: float, softcap: float, observed: int, rows: int = 0
+        self, layer: HostLayer, *, scale: float, softcap: float, observed: int, rest: LseRest, rows: int = 0
     ) -> None:
-        self._layer, self._observed, self._rows = layer, observed, rows
+        self._layer, self._observed, self._rows, self._rest = layer, observed, rows, rest
         self._scale, self._softcap = scale, softcap
 
     def __call__(
@@ -151,12 +142,13 @@ class AppendCall:
         batch, num_new, heads, _ = q.shape
         every = array_at(out, q.shape, q.dtype.name), array_at(lse, (batch, heads, num_new), "float32")
         q, k, v, valid, result, total = (x[rows] for x in (q, k, v, valid, *every))
+        lost = self._rest.of(lse, every[1].shape)[rows] if stored else NO_REST
         if not stored:
             result[...], total[...] = 0, -np.inf
         rules: dict[str, Any] = {"scale": self._scale, "softcap": self._softcap, "keep_rows": num_new}
         q, k, v = (x.astype(np.float32) for x in (q, k, v))
         exact = attend_exact(q, k, v, valid, **rules)
-        _merge(result, total, exact.out, exact.lse)
+        result, total = exact.merged(result, total, lost)
         if not valid.all():
             result[~valid], total.swapaxes(1, 2)[~valid] = 0, np.inf
         every[0][rows], every[1][rows] = result, total
