@@ -23,12 +23,15 @@ import ml_dtypes
 import numpy as np
 
 CALLS = {64: 30, 256: 8, 1024: 2}  # of a round, by tokens
-KINDS = (("float32", 0.0), ("float32", 30.0), ("bfloat16", 0.0))  # dtypes and soft caps
+KINDS = (  # dtypes, soft caps and what keys are like
+    ("float32", 0.0, "random"), ("float32", 30.0, "random"), ("bfloat16", 0.0, "random"),
+    ("float32", 0.0, "equal"), ("float32", 0.0, "nearly equal"),
+)  # fmt: skip
 CASES = [(what, tokens, *kind) for kind in KINDS for what in ("forward", "backward") for tokens in CALLS]
 HEADS, KV_HEADS, HEAD_DIM, ROUNDS = 8, 4, 64, 30
 
 
-def call_of(what: str, tokens: int, dtype: str, softcap: float) -> Callable[[], Any]:
+def call_of(what: str, tokens: int, dtype: str, softcap: float, keys: str) -> Callable[[], Any]:
     import kvlab
 
     rng = np.random.default_rng(0)
@@ -36,6 +39,9 @@ def call_of(what: str, tokens: int, dtype: str, softcap: float) -> Callable[[], 
     q, k, v, dout = (
         rng.standard_normal((1, tokens, n, HEAD_DIM)).astype(kind) for n in (HEADS, KV_HEADS, KV_HEADS, HEADS)
     )
+    if keys != "random":
+        spread = 1e-3 if keys == "nearly equal" else 0
+        k[:] = k[:, :1] * (1 + spread * rng.standard_normal((1, tokens, KV_HEADS, 1)))
     options: dict[str, Any] = {"causal": True, "softcap": softcap, "backend": "cpu"}
     if what == "forward":
         return lambda: kvlab.attention(q, k, v, **options)
@@ -60,9 +66,9 @@ def measure(folders: dict[str, Path]) -> list[dict[str, Any]]:
 
     found = ask_in_turns(__file__, folders, [*product(range(len(CASES)), folders)], ROUNDS)
     rows = []
-    for case, (what, tokens, dtype, softcap) in enumerate(CASES):
+    for case, (what, tokens, dtype, softcap, keys) in enumerate(CASES):
         before, after = (np.array(found[case, name]) for name in ("before", "after"))
-        row = {"call": what, "tokens": tokens, "dtype": dtype, "softcap": softcap}
+        row = {"call": what, "tokens": tokens, "dtype": dtype, "softcap": softcap, "keys": keys}
         row |= {"before": round(before.min(), 3), "after": round(after.min(), 3)}
         rows.append(row | {"ratio": round(float(np.median(after / before)), 3)})
     return rows
