@@ -35,7 +35,7 @@ def test_guesses_of_steps(width: int) -> None:
 
 
 def test_signs_of_values() -> None:
-    from kvlab.numba_kernels.cpu.steps import SIGNS
+    from kvlab.numba_kernels.cpu.scales import SIGNS
 
     assert np.array_equal(SIGNS, reference_pages.value_signs(256))
 

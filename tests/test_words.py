@@ -23,16 +23,13 @@ NOWHERE = {
 }  # fmt: skip
 """Not even as a part of a name."""
 LEFT = {
-    "place": ("kvlab/ops/cpu/grouped.py",),
+    "place": (),
     "places": (),
     "room": (),
     "share": (),
     "shares": (),
-    "steps": (
-        "kernels/numba/cpu/cache_write.py", "kernels/numba/cpu/packed_merge.py",
-        "kernels/numba/cpu/pages.py", "kvlab/ops/cpu/page_tokens.py",
-    ),
-    "pairs": ("kernels/numba/cpu/fragments.py",),
+    "steps": (),
+    "pairs": (),
 }  # fmt: skip
 """No whole names, and where they still are one."""
 

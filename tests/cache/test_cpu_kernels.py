@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kvlab.numba_kernels.cpu.steps import DECODED, RAW
+from kvlab.numba_kernels.cpu.scales import DECODED, RAW
 
 from kvlab.arrays import numpy_dtype
 from kvlab.cache.cpu import CpuKernels

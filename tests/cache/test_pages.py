@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvlab.numba_kernels.cpu import pages as cpu_pages
-from kvlab.numba_kernels.cpu.steps import DECODED, RAW
+from kvlab.numba_kernels.cpu.scales import DECODED, RAW
 from numpy.typing import NDArray
 
 from kvlab.ops.cpu.page_tokens import decode_tokens, encode_tokens, side_formats
@@ -76,16 +76,16 @@ def written(
 ) -> NDArray[np.uint8]:
     """Return what `pool` must be after `encode_tokens`, by the oracle and bit by bit."""
     pool = pool.copy()
-    for x, side, of_codes, width, start, steps in (
+    for x, side, of_codes, width, start, scales in (
         (k, "k", decoded[0], layout.bits_k, layout.k_codes, layout.k_scales),
         (v, "v", decoded[1], layout.bits_v, layout.v_codes, layout.v_scales),
     ):
         if width == 16:
             codes = reference.narrow(x, dtype)
         elif isinstance(width, tuple):
-            codes, pool[page, steps + slot] = blocks.encode_blocks(x, width, of_codes)
+            codes, pool[page, scales + slot] = blocks.encode_blocks(x, width, of_codes)
         else:
-            codes, pool[page, steps + slot] = reference.encode(x, width, of_codes)
+            codes, pool[page, scales + slot] = reference.encode(x, width, of_codes)
         region = slice(start, start + layout.code_bytes(width))
         stream = np.unpackbits(pool[:, region], axis=1, bitorder="little")
         for run, address in addresses(layout, width, side):
@@ -110,7 +110,7 @@ def test_the_parts_of_a_record_follow_each_other(case: tuple[PageLayout, str]) -
     offsets = [layout.k_codes, layout.k_scales, layout.v_codes, layout.v_scales, layout.positions]
     offsets += [layout.importance, layout.nbytes]
     assert all(offset % 16 == 0 for offset in offsets)
-    for width, codes, steps, end in (
+    for width, codes, scales, end in (
         (layout.bits_k, layout.k_codes, layout.k_scales, layout.v_codes),
         (layout.bits_v, layout.v_codes, layout.v_scales, layout.positions),
     ):
@@ -118,8 +118,8 @@ def test_the_parts_of_a_record_follow_each_other(case: tuple[PageLayout, str]) -
             words = blocks.profile_words(width, layout.head_dim)
         else:
             words = reference.code_words(layout.stored_bits(width), layout.head_dim)
-        assert steps - codes == 128 * words
-        assert end - steps == (16 if width != 16 else 0)
+        assert scales - codes == 128 * words
+        assert end - scales == (16 if width != 16 else 0)
     np.testing.assert_array_equal(layout.positions_in(record[None])[0], positions)
     np.testing.assert_array_equal(layout.importance_in(record[None])[0], importance)
 
@@ -180,7 +180,7 @@ def test_importance_outside_the_range() -> None:
 
 @given(layouts, SEEDS, st.integers(0, 40))
 def test_written_pages_equal_the_oracle(case: tuple[PageLayout, str], seed: int, n: int) -> None:
-    """Every bit of the pool: codes and steps of the tokens, and the random bits of all other slots."""
+    """Every bit of the pool: codes and scales of the tokens, and the random bits of all other slots."""
     layout, dtype = case
     rng = np.random.default_rng(seed)
     pool, (page, slot) = random_pool(rng, layout), some_places(rng, n)
@@ -190,14 +190,14 @@ def test_written_pages_equal_the_oracle(case: tuple[PageLayout, str], seed: int,
     np.testing.assert_array_equal(pool, expected)
     decoded = rng.integers(0, 2, (2, n)).astype(bool)
     expected = written(pool, layout, dtype, page, slot, k, v, decoded)
-    steps = np.where(decoded, DECODED, RAW).astype(np.int16)
-    encode_tokens(pool, layout, dtype, page, slot, k, v, steps)
+    known = np.where(decoded, DECODED, RAW).astype(np.int16)
+    encode_tokens(pool, layout, dtype, page, slot, k, v, known)
     np.testing.assert_array_equal(pool, expected)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_the_smallest_vectors(bits: int) -> None:
-    """Down to and below those that have a step: where the guess rounds to 0, and where float32 ends."""
+    """Down to and below those that have a scale: where the guess rounds to 0, and where float32 ends."""
     layout = PageLayout(64, bits, bits, 2)
     sizes = np.concatenate([2.0 ** np.arange(-149, -20, 3), 2.0 ** np.arange(-20, -6, 0.1)])
     x = np.random.default_rng(0).choice([-1, 0.1, 1], (len(sizes), 64)).astype(np.float32)
@@ -207,19 +207,19 @@ def test_the_smallest_vectors(bits: int) -> None:
     expected = written(pool, layout, "float16", page, slot, x, x)
     encode_tokens(pool, layout, "float16", page, slot, x, x)
     np.testing.assert_array_equal(pool, expected)
-    step = pool[page, layout.k_scales + slot]
-    assert set(step) >= ({1, 2, 3} if bits == 8 else {0, 3, 4, 5})
-    assert bits == 8 or 1 not in step
+    scale = pool[page, layout.k_scales + slot]
+    assert set(scale) >= ({1, 2, 3} if bits == 8 else {0, 3, 4, 5})
+    assert bits == 8 or 1 not in scale
 
 
 @given(layouts, SEEDS)
 def test_tokens_read_equal_the_oracle(case: tuple[PageLayout, str], seed: int) -> None:
-    """Any bytes are a page: all codes, all finite steps, and NaN."""
+    """Any bytes are a page: all codes, all finite scales, and NaN."""
     layout, dtype = case
     rng = np.random.default_rng(seed)
     pool = random_pool(rng, layout)
-    steps = pool[:, layout.k_scales : layout.positions]
-    steps[steps > 0xF7] = 0xFF
+    scales = pool[:, layout.k_scales : layout.positions]
+    scales[scales > 0xF7] = 0xFF
     before = pool.copy()
     page, slot = some_places(rng, 40)
     k, v = decode_tokens(pool, layout, dtype, page.astype(np.int32), slot.astype(np.uint8))
@@ -322,7 +322,7 @@ def test_the_number_of_threads_does_not_matter(bits: int) -> None:
 
 @given(layouts, SEEDS)
 def test_what_was_read_is_written_as_it_was(case: tuple[PageLayout, str], seed: int) -> None:
-    """Of any vectors, zeros, tiny, huge and not finite ones among them, if their steps are known."""
+    """Of any vectors, zeros, tiny, huge and not finite ones among them, if their scales are known."""
     layout, dtype = case
     rng = np.random.default_rng(seed)
     page, slot = some_places(rng, 40)
@@ -331,16 +331,16 @@ def test_what_was_read_is_written_as_it_was(case: tuple[PageLayout, str], seed: 
     encode_tokens(pool, layout, dtype, page, slot, k, v)
     k, v = decode_tokens(pool, layout, dtype, page, slot)
     first = ((layout.bits_k, layout.k_scales), (layout.bits_v, layout.v_scales))
-    steps = [pool[page, at + slot] if bits != 16 else np.full(40, RAW) for bits, at in first]
+    known = [pool[page, at + slot] if bits != 16 else np.full(40, RAW) for bits, at in first]
     again = pool.copy()
     encode_tokens(again, layout, dtype, page, slot, np.zeros_like(k), np.zeros_like(v))
-    encode_tokens(again, layout, dtype, page, slot, k, v, np.array(steps, np.int16))
+    encode_tokens(again, layout, dtype, page, slot, k, v, np.array(known, np.int16))
     np.testing.assert_array_equal(again, pool)
 
 
 @given(SEEDS, st.sampled_from((2, 3, 4, 8)), st.sampled_from((16, 64, 112, 128)))
 def test_writing_what_was_read(seed: int, bits: int, head_dim: int) -> None:
-    """What is read lies on the grid of its step byte, and stays where that byte is found again.
+    """What is read lies on the grid of its scale byte, and stays where that byte is found again.
 
     At 8 bits it nearly always is, at 2 and 3 mostly. At 4 bits the largest value is smaller than the largest
     element was, so that a lower byte is found, always; its grid has values that are not far.
@@ -403,8 +403,11 @@ def good_call() -> dict[str, Any]:
         ({"slot": np.array([16, 1, 1])}, "below 2 and 16, at index 0 they are 0, 16"),
         ({"k": np.ones((2, 16), np.float32)}, r"k must be float32 of shape \(3, 16\), got float32 \(2, 16\)"),
         ({"v": np.ones((3, 16))}, "v must be float32 .* got float64"),
-        ({"steps": np.ones(3, np.int16)}, r"steps must be int16 of shape \(2, 3\), got int16 \(3,\)"),
-        ({"steps": np.ones((2, 3), np.uint8)}, r"steps must be int16 .* got uint8"),
+        (
+            {"scale_bytes": np.ones(3, np.int16)},
+            r"scale_bytes must be int16 of shape \(2, 3\), got int16 \(3,\)",
+        ),
+        ({"scale_bytes": np.ones((2, 3), np.uint8)}, r"scale_bytes must be int16 .* got uint8"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_is_written(change: dict[str, Any], message: str) -> None:
@@ -413,7 +416,7 @@ def test_wrong_arguments_are_refused_before_anything_is_written(change: dict[str
     with pytest.raises(ValueError, match=message):
         encode_tokens(**call)
     np.testing.assert_array_equal(call["pool"], before)
-    if not change.keys() & {"k", "v", "steps"}:
+    if not change.keys() & {"k", "v", "scale_bytes"}:
         with pytest.raises(ValueError, match=message):
             decode_tokens(*(call[name] for name in ("pool", "layout", "dtype", "page", "slot")))
 

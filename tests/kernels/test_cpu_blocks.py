@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvlab.numba_kernels.cpu import steps as kernels
+from kvlab.numba_kernels.cpu import scales as kernels
 from numba import njit
 from numpy.typing import NDArray
 
@@ -65,7 +65,7 @@ def assert_same(x: NDArray[np.float32], profile: tuple[int, ...]) -> None:
 
 
 @given(SEEDS, st.integers(1, 40), st.sampled_from(HEAD_DIMS), st.sampled_from(PROFILES))
-def test_codes_and_steps_are_those_of_the_reference(
+def test_codes_and_scales_are_those_of_the_reference(
     seed: int, n: int, head_dim: int, profile: tuple[int, ...]
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -79,7 +79,7 @@ def test_codes_and_steps_are_those_of_the_reference(
 @pytest.mark.parametrize("head_dim", [64, 256])
 @pytest.mark.parametrize("profile", PROFILES)
 def test_vectors_of_every_size(profile: tuple[int, ...], head_dim: int) -> None:
-    """All mantissas of 7 bits with all exponents: every border between guesses, steps, units and halvings."""
+    """All mantissas of 7 bits with all exponents: all borders of guesses, scales, units and halvings."""
     size = (np.arange(0, 0x7F80, 3, dtype=np.uint32) << 16).view(np.float32)
     x = np.repeat(size[:, None], head_dim, axis=1)
     x[:, 1::2] *= -1

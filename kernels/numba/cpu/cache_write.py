@@ -14,9 +14,7 @@ import numpy as np
 
 from .cache_groups import NEW_TOKEN, PAGE, SEGMENT, TAIL, UNIT
 from .pages import FLOAT16, decode, narrow, put_codes, take_codes, widen
-from .simd import helper
-from .softmax import serial, take_number
-from .steps import (
+from .scales import (
     DECODED,
     PROFILE,
     RAW,
@@ -29,6 +27,8 @@ from .steps import (
     scale_row,
     turn_signs,
 )
+from .simd import helper
+from .softmax import serial, take_number
 
 CODES, SCALES, BITS, KIND = range(4)
 """Columns of `Formats.sides`: byte offsets in a page, bits stored for an element, what width 16 is."""
@@ -119,7 +119,7 @@ def write_moves(counter, begins, moves, arena, rungs, formats, frames, new):
     """Carry out moves: what one thread does, taking pages from the counter until none is left.
 
     begins int64 (pages + 1,): where the moves to each page begin. moves uint32 (n, 4): as of
-    `cache_plan.plan_layer`. frames: of keys, as `steps.Frames`.
+    `cache_plan.plan_layer`. frames: of keys, as `scales.Frames`.
     """
     words, shorts = arena.view(np.uint32), arena.view(np.uint16)
     head_dim, (_, tokens, heads, _) = formats.addresses.shape[3], new.k.shape

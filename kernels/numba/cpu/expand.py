@@ -10,7 +10,7 @@ K, to match the columns of V:
     column 8 c + 2 u + half of a tile, and row 8 c + 2 u + half of K: at 8 half + 4 c + u    (`index_of`)
     row of V: where it was
 
-So slot s of a page is at 4 (s % 4) + s // 4. Elements are multiplied by the step of their token, which is
+So slot s of a page is at 4 (s % 4) + s // 4. Elements are multiplied by the scale of their token, which is
 exact: an odd number below 256 times 4 bits.
 """
 
@@ -64,7 +64,7 @@ def _four_and_four(builder, floats, first, second):
     return builder.shuffle_vector(vector, vector, _lanes([0] * 4 + [4] * 4))
 
 
-def _store_tile(builder, tile, corner, pitch, lane_vector, step_sizes, is_k):
+def _store_tile(builder, tile, corner, pitch, lane_vector, scales, is_k):
     """Store eight lanes of a tile, the first element of which is at address `corner`."""
     for register in range(4):
         row_half, column_half = register % 2, register // 2
@@ -77,9 +77,9 @@ def _store_tile(builder, tile, corner, pitch, lane_vector, step_sizes, is_k):
             vector, first = tile.field(register, half), 8 * half + 4 * column_half
             if tile.coded:
                 if is_k:
-                    factor = _four_and_four(builder, step_sizes, *rows)
+                    factor = _four_and_four(builder, scales, *rows)
                 else:
-                    factor = load_twice(builder, builder.add(step_sizes, _I64(4 * first)))
+                    factor = load_twice(builder, builder.add(scales, _I64(4 * first)))
                 if half:  # the numbers of the upper half of a word are 2^16 times too large
                     factor = builder.fmul(factor, ir.Constant(_F32X8, [2.0**-16] * 8))
                 vector = builder.fmul(vector, factor)
@@ -90,12 +90,12 @@ def _store_tile(builder, tile, corner, pitch, lane_vector, step_sizes, is_k):
 
 
 @intrinsic(prefer_literal=True)
-def _expand(typing_context, words, step_sizes, matrix, tiles, kind, side):
-    """matrix = the elements of a side times the steps of their tokens; see `expansion`."""
+def _expand(typing_context, words, scales, matrix, tiles, kind, side):
+    """matrix = the elements of a side times the scales of their tokens; see `expansion`."""
     kind_name, is_k = kind.literal_value, side.literal_value == "k"
 
     def generate(context, builder, signature, arguments):
-        words, step_sizes, matrix, tiles = arguments[:4]
+        words, scales, matrix, tiles = arguments[:4]
         columns = builder.mul(tiles, _I64(16)) if is_k else _I64(SLOTS)
         pitch = builder.add(columns, _I64(PADDING))
 
@@ -103,7 +103,7 @@ def _expand(typing_context, words, step_sizes, matrix, tiles, kind, side):
             corner = address_of(builder, matrix, (number, 64) if is_k else (builder.mul(number, pitch), 64))
             with cgutils.for_range(builder, _I64(4)) as lane_vector:
                 own = address_of(builder, words, (word, WORD_BYTES), (lane_vector.index, VECTOR_BYTES))
-                _store_tile(builder, tile(own), corner, pitch, lane_vector.index, step_sizes, is_k)
+                _store_tile(builder, tile(own), corner, pitch, lane_vector.index, scales, is_k)
 
         def clear_tile(number):
             with cgutils.for_range(builder, _I64(PAGE)) as row:
@@ -115,21 +115,21 @@ def _expand(typing_context, words, step_sizes, matrix, tiles, kind, side):
         for_each_tile(builder, kind_name, tiles, store_tile, clear_tile)
         return context.get_dummy_value()
 
-    return types.void(words, step_sizes, matrix, tiles, kind, side), generate
+    return types.void(words, scales, matrix, tiles, kind, side), generate
 
 
 @cache
 def expansion(kind, side):
-    """Return the compiled C function (words, step_sizes, matrix, tiles) for a kind of codes and "k" or "v".
+    """Return the compiled C function (words, scales, matrix, tiles) for a kind of codes and "k" or "v".
 
-    words: the codes of a side of a page; step_sizes (16,): twice the steps of the tokens of SLOT_AT, not read
+    words: the codes of a side of a page; scales (16,): twice the scales of the tokens of SLOT_AT, not read
     where elements are raw; matrix: of the page, 16 rows of head_dim + PADDING for K, 16 columns of
     (head_dim, 64 + PADDING) for V; tiles: head_dim / 16. All but the last are addresses, of float32 behind
     the first.
     """
 
     @cfunc(types.void(types.int64, types.int64, types.int64, types.int64), cache=True)
-    def packed_expansion(words, step_sizes, matrix, tiles):
-        _expand(words, step_sizes, matrix, tiles, kind, side)
+    def packed_expansion(words, scales, matrix, tiles):
+        _expand(words, scales, matrix, tiles, kind, side)
 
     return packed_expansion

@@ -52,7 +52,7 @@ WORDS_PER_GROUP = {
 """Words that a group of tiles shares, and tiles of that group."""
 
 FACTORS = {"2": 32, "4": 12, "8": 1}
-"""What codes of keys in blocks are multiplied by: half a cell of each width, in steps."""
+"""What codes of keys in blocks are multiplied by: half a cell of each width, in scales."""
 
 QUAD = 4
 """Pages that a product takes at once."""
@@ -104,17 +104,19 @@ class Tile:
         self.coded = kind in ("2", "3", "4", "8")
         load = lambda word: load_at(builder, builder.add(words, _I64(word * WORD_BYTES)), _I32X8)  # noqa: E731
         if kind == "float32":
-            self.pairs = [(load(2 * r), load(2 * r + 1)) for r in range(4)]
+            self.registers = [(load(2 * r), load(2 * r + 1)) for r in range(4)]
         elif kind in ("float16", "bfloat16"):
-            self.pairs = [load(r) for r in range(4)]
+            self.registers = [load(r) for r in range(4)]
         elif kind == "8":
-            self.pairs = [self._shifted(load(r // 2), 8 * (r % 2)) for r in range(4)]
+            self.registers = [self._shifted(load(r // 2), 8 * (r % 2)) for r in range(4)]
         elif kind == "4" or in_group is None:
-            self.pairs = [self._shifted(load(0), 4 * r) for r in range(4)]
+            self.registers = [self._shifted(load(0), 4 * r) for r in range(4)]
         elif kind == "3":
-            self.pairs = [self._three_bits(load, 4 * in_group + r) for r in range(4)]
+            self.registers = [self._three_bits(load, 4 * in_group + r) for r in range(4)]
         else:
-            self.pairs = [self._shifted(load(0), 8 * (r // 2) + 4 * in_group + 2 * (r % 2)) for r in range(4)]
+            self.registers = [
+                self._shifted(load(0), 8 * (r // 2) + 4 * in_group + 2 * (r % 2)) for r in range(4)
+            ]
 
     def _shifted(self, word, bits):
         return self.builder.lshr(word, _every_lane(bits)) if bits else word
@@ -130,7 +132,7 @@ class Tile:
 
     def field(self, register, half):
         """Eight elements as floats: centred codes, times 2^16 in the upper half, or raw numbers."""
-        builder, pair = self.builder, self.pairs[register]
+        builder, pair = self.builder, self.registers[register]
         if self.kind == "float32":
             return builder.bitcast(pair[half], _F32X8)
         if self.kind == "bfloat16":

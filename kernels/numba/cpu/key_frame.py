@@ -1,7 +1,7 @@
 """Bring a query into the frame of a head's keys, so that it multiplies codes directly.
 
-A coded key is H ((k / 2^exponent - mean) / scales), in blocks or not, so <q, k> = <H (q scales), coded key> +
-<q, mean>, where scales, mean and H have the factors below in them. All of them are powers of two, but the
+A coded key is H ((k / 2^exponent - mean) / powers), in blocks or not, so <q, k> = <H (q powers), coded key> +
+<q, mean>, where powers, mean and H have the factors below in them. All of them are powers of two, but the
 gains of blocks.
 """
 
@@ -25,8 +25,8 @@ def exponent_of(exponent, bh, side):
 
 
 @helper
-def read_frame(keys, bh, block, mean, scales, order, factors):
-    """Read the frame of a head; mean, scales, order and factors are (head_dim,).
+def read_frame(keys, bh, block, mean, powers, order, factors):
+    """Read the frame of a head; mean, powers, order and factors are (head_dim,).
 
     keys: mean (num_bh, head_dim) float32, shift (num_bh, head_dim / 2), exponent (num_bh, 2), order (num_bh,
     head_dim / 2) and gain (num_bh, 4), or (num_bh, 0) if keys are not in blocks.
@@ -38,7 +38,7 @@ def read_frame(keys, bh, block, mean, scales, order, factors):
     half, each = head_dim // 2, head_dim // 4
     exponent = power_of_two(exponent_of(exponents, bh, 0))
     for pair in range(half):
-        scales[pair] = scales[half + pair] = power_of_two(np.int64(all_shifts[bh, pair]))
+        powers[pair] = powers[half + pair] = power_of_two(np.int64(all_shifts[bh, pair]))
     for channel in range(head_dim):
         mean[channel] = all_means[bh, channel] * exponent
     if all_gains.shape[1]:

@@ -5,9 +5,9 @@ pages of one rung each. Threads take items from a counter; the answer of an item
 thread, and the parts of a row are merged in order, so the result has the same bits for any number of threads.
 Within an item:
 
-    per quad    scores = K q, times the steps of the tokens         scores[row][64 slots]
+    per quad    scores = K q, times the scales of the tokens        scores[row][64 slots]
                 row_max and sum of exp2; sums are rescaled when row_max rises
-                totals += V^T (p * step)                            totals[head_dim / 16][4][2][row][8 lanes]
+                totals += V^T (p * scale)                           totals[head_dim / 16][4][2][row][8 lanes]
     at the end  out = the sums of four lanes of totals              out[row][head_dim]
 
 Scores are in units of log 2 inside. Values of coded (rotated) pages and raw ones have their own totals,
@@ -34,15 +34,15 @@ from .key_frame import read_frame
 from .packed_large import ALL_EQUAL, LEAST_OF_FEW, limit_of, note, note_equal
 from .page import (
     K_FUNCTION,
-    K_STEP_SIZES,
+    K_SCALES,
     PAGE,
     POOL,
     POSITIONS,
     RECORD,
     SLOTS,
     V_FUNCTION,
-    V_STEP_SIZES,
-    double_step_sizes,
+    V_SCALES,
+    double_scales,
     find_records,
     leave_out_before,
     load_word,
@@ -67,15 +67,15 @@ _F32X8 = ir.VectorType(ir.FloatType(), 8)
 
 
 @intrinsic
-def _write_probabilities(typing_context, scores, new_max, step_sizes, factor, patterns, row):
-    """Write a row of the patterns of p for V, p = exp2(score - new_max) * step; return sums of exp2 by slot.
+def _write_probabilities(typing_context, scores, new_max, scales, factor, patterns, row):
+    """Write a row of the patterns of p for V, p = exp2(score - new_max) * scale; return sums of exp2 by slot.
 
-    scores (64,), step_sizes (64,); patterns (4 pages, 2, 2, rows, 4); `factor` is what the upper halves need.
+    scores (64,), scales (64,); patterns (4 pages, 2, 2, rows, 4); `factor` is what the upper halves need.
     Slot 4 u + 2 half + column half of a page is lane u of the pattern of these halves (see `fragments`).
     """
 
     def generate(context, builder, signature, arguments):
-        score_at, step_at, pattern_at = (
+        score_at, scale_at, pattern_at = (
             context.make_array(signature.args[i])(context, builder, arguments[i]).data for i in (0, 2, 4)
         )
         shape = context.make_array(signature.args[4])(context, builder, arguments[4]).shape
@@ -83,12 +83,12 @@ def _write_probabilities(typing_context, scores, new_max, step_sizes, factor, pa
         new_max, factor = (_spread(builder, arguments[i]) for i in (1, 3))
         total, weights = floats(0.0), []
         for i in range(0, SLOTS, 8):
-            x, step = (
-                _load_floats(builder, pointer, ir.Constant(_I64, i)) for pointer in (score_at, step_at)
+            x, scale = (
+                _load_floats(builder, pointer, ir.Constant(_I64, i)) for pointer in (score_at, scale_at)
             )
             p = emit_exp2(builder, builder.fsub(x, new_max))
             total = builder.fadd(total, p)
-            weights.append(builder.fmul(p, step))
+            weights.append(builder.fmul(p, scale))
         for page in range(QUAD):
             eights = weights[2 * page : 2 * page + 2]
             for half in range(2):
@@ -103,7 +103,7 @@ def _write_probabilities(typing_context, scores, new_max, step_sizes, factor, pa
                     builder.store(four, builder.bitcast(target, four.type.as_pointer())).align = 4
         return total
 
-    return float32x8(scores, types.float32, step_sizes, types.float32, patterns, types.intp), generate
+    return float32x8(scores, types.float32, scales, types.float32, patterns, types.intp), generate
 
 
 def _transpose(builder, vectors):
@@ -144,10 +144,10 @@ def lay_out_queries(q, scale, keys, block, coded, raw, bias):
     num_bh, blocks, rows = bias.shape
     kv_heads = num_bh // batch
     group = heads // kv_heads
-    line, rotated, mean, scales, factors = np.empty((5, head_dim), np.float32)
+    line, rotated, mean, powers, factors = np.empty((5, head_dim), np.float32)
     order = np.empty(head_dim, np.int64)
     for bh in range(num_bh):
-        read_frame(keys, bh, block, mean, scales, order, factors)
+        read_frame(keys, bh, block, mean, powers, order, factors)
         for i in range(blocks * rows):
             own, row = i // rows, i % rows
             for channel in range(head_dim):
@@ -160,7 +160,7 @@ def lay_out_queries(q, scale, keys, block, coded, raw, bias):
             product = 0.0
             for channel in range(head_dim):
                 product += np.float64(line[channel]) * np.float64(mean[channel])
-                line[channel] *= scales[channel]
+                line[channel] *= powers[channel]
             bias[bh, own, row] = product
             for n in range(head_dim):
                 rotated[n] = line[order[n]]
@@ -182,28 +182,28 @@ def _write_pattern(line, upper_half, patterns, row):
 
 
 @helper
-def _read_step_sizes(records, offset, step_sizes):
-    """Twice the steps of the tokens of a quad."""
+def _read_scales(records, offset, scales):
+    """Twice the scales of the tokens of a quad."""
     for page in range(QUAD):
         if records[page]:
-            store(step_sizes, PAGE * page, double_step_sizes(records[page] + offset))
-            store(step_sizes, PAGE * page + 8, double_step_sizes(records[page] + offset + 8))
+            store(scales, PAGE * page, double_scales(records[page] + offset))
+            store(scales, PAGE * page + 8, double_scales(records[page] + offset + 8))
 
 
 @helper
-def _clear_unused(used, step_sizes):
+def _clear_unused(used, scales):
     for page in range(QUAD):
         for slot in range(used[page], PAGE):
-            step_sizes[PAGE * page + slot] = 0
+            scales[PAGE * page + slot] = 0
 
 
 @helper
-def _scale_scores(scores, step_sizes, bias):
+def _scale_scores(scores, scales, bias):
     """Raw products of coded keys to scores; the same in units of log 2."""
     for row in range(scores.shape[0]):
         own, shift = scores[row], splat(bias[row])
         for slot in range(0, SLOTS, 8):
-            store(own, slot, fused(load(own, slot), load(step_sizes, slot), shift))
+            store(own, slot, fused(load(own, slot), load(scales, slot), shift))
 
 
 @helper
@@ -327,7 +327,7 @@ def _attend_range(
     """One item: attend the quads first to last - 1 of a table row with a block of queries."""
     query_coded, query_raw, bias, first_visible = queries
     rung, _, index, base = table
-    all_scores, step_sizes, weights, coded, raw, words, rescale, largest, records, values, used = scratch
+    all_scores, scales, weights, coded, raw, words, rescale, largest, records, values, used = scratch
     out_coded, out_raw, row_max, row_sum, notes = result
     rows, head_dim = out_coded.shape
     oldest = first_visible[0]
@@ -360,14 +360,14 @@ def _attend_range(
                     prefetch(line)
 
         held += tokens
-        coded_keys, coded_values = layout[K_STEP_SIZES] >= 0, layout[V_STEP_SIZES] >= 0
+        coded_keys, coded_values = layout[K_SCALES] >= 0, layout[V_SCALES] >= 0
         query = query_coded if coded_keys else query_raw
         call_product(
             layout[K_FUNCTION], records.ctypes.data, query.ctypes.data, scores.ctypes.data, head_dim // 16
         )
         if coded_keys:
-            _read_step_sizes(records, layout[K_STEP_SIZES], step_sizes)
-            _scale_scores(scores, step_sizes, bias)
+            _read_scales(records, layout[K_SCALES], scales)
+            _scale_scores(scores, scales, bias)
         if softcap > 0 or tokens < SLOTS:
             _mask_scores(scores, used, softcap)
         if hides:
@@ -380,16 +380,16 @@ def _attend_range(
             _rescale_totals(raw, rows, rescale)
 
         if coded_values:
-            _read_step_sizes(records, layout[V_STEP_SIZES], step_sizes)
+            _read_scales(records, layout[V_SCALES], scales)
         else:
             for slot in range(0, SLOTS, 8):
-                store(step_sizes, slot, splat(np.float32(1)))
+                store(scales, slot, splat(np.float32(1)))
         if tokens < SLOTS:
-            _clear_unused(used, step_sizes)
+            _clear_unused(used, scales)
         factor = UPPER_HALF if coded_values else np.float32(1)
         for row in range(rows):
             new_max = np.float32(0) if row_max[row] == _MINUS_INFINITY else row_max[row]
-            sums = _write_probabilities(scores[row], new_max, step_sizes, factor, weights, row)
+            sums = _write_probabilities(scores[row], new_max, scales, factor, weights, row)
             row_sum[row] += total(sums)
         for page in range(QUAD):
             if not coded_values and 0 < used[page] < PAGE:

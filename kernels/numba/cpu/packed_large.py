@@ -20,15 +20,15 @@ from .fragments import QUAD, call_product
 from .key_frame import read_frame
 from .page import (
     K_FUNCTION,
-    K_STEP_SIZES,
+    K_SCALES,
     PAGE,
     POOL,
     RECORD,
     SLOTS,
     V_CODES,
     V_FUNCTION,
-    V_STEP_SIZES,
-    double_step_sizes,
+    V_SCALES,
+    double_scales,
 )
 from .simd import LANES, helper, store
 from .softmax import LOG2_E, serial, take_number
@@ -78,12 +78,12 @@ def rescale_notes(weights, number, factor):
 
 
 @helper
-def read_step_sizes(address, step_sizes, by_slot):
-    """step_sizes (16,) = twice the steps of the tokens of SLOT_AT."""
+def read_scales(address, scales, by_slot):
+    """scales (16,) = twice the scales of the tokens of SLOT_AT."""
     for slot in range(0, PAGE, LANES):
-        store(by_slot, slot, double_step_sizes(address + slot))
+        store(by_slot, slot, double_scales(address + slot))
     for p in range(PAGE):
-        step_sizes[p] = by_slot[SLOT_AT[p]]
+        scales[p] = by_slot[SLOT_AT[p]]
 
 
 @helper
@@ -140,13 +140,13 @@ def _read_query(query, scale, frame, block, coded, raw):
 
     Returns what the mean of keys adds to scores of coded ones.
     """
-    mean, scales, order, factors, line, rotated = frame
+    mean, powers, order, factors, line, rotated = frame
     product = 0.0
     for channel in range(query.size):
         line[channel] = scale * np.float64(query[channel])
         raw[index_of(channel)] = line[channel]
         product += line[channel] * np.float64(mean[channel])
-        line[channel] *= scales[channel]
+        line[channel] *= powers[channel]
     for n in range(query.size):
         rotated[n] = line[order[n]]
     hadamard64(rotated, block)
@@ -158,18 +158,18 @@ def _read_query(query, scale, frame, block, coded, raw):
 @helper
 def _read_page(layout, record, number, head_dim, scratch):
     """Expand the page at an address as page `number` of a quad, unless it is there."""
-    held, keys, values, step_sizes, by_slot = scratch
+    held, keys, values, scales, by_slot = scratch
     if record == held[number]:
         return
     held[number] = record
-    if layout[K_STEP_SIZES] >= 0:
-        read_step_sizes(record + layout[K_STEP_SIZES], step_sizes, by_slot)
+    if layout[K_SCALES] >= 0:
+        read_scales(record + layout[K_SCALES], scales, by_slot)
     matrix, tiles = keys[number].ctypes.data, head_dim // 16
-    call_product(layout[K_FUNCTION], record, step_sizes.ctypes.data, matrix, tiles)
-    if layout[V_STEP_SIZES] >= 0:
-        read_step_sizes(record + layout[V_STEP_SIZES], step_sizes, by_slot)
+    call_product(layout[K_FUNCTION], record, scales.ctypes.data, matrix, tiles)
+    if layout[V_SCALES] >= 0:
+        read_scales(record + layout[V_SCALES], scales, by_slot)
     matrix = values.ctypes.data + 4 * PAGE * number
-    call_product(layout[V_FUNCTION], record + layout[V_CODES], step_sizes.ctypes.data, matrix, tiles)
+    call_product(layout[V_FUNCTION], record + layout[V_CODES], scales.ctypes.data, matrix, tiles)
 
 
 @helper
@@ -194,16 +194,16 @@ def sharpen_parts(
     (batch, positions, heads, head_dim), (num_bh, _, splits, rows) = q.shape, row_max.shape
     kv_heads = num_bh // batch
     group, (number, slots, weights) = heads // kv_heads, notes
-    mean, scales = np.empty((2, head_dim), np.float32)
+    mean, powers = np.empty((2, head_dim), np.float32)
     factors, line, rotated, coded, raw = np.empty((5, head_dim), np.float64)
     order, held = np.empty(head_dim, np.int64), np.empty(QUAD, np.int64)
     key_pages = np.empty((QUAD, PAGE * (head_dim + PADDING)), np.float32)
     values = np.empty(head_dim * (SLOTS + PADDING), np.float32)
-    step_sizes, by_slot = np.empty((2, PAGE), np.float32)
+    scales, by_slot = np.empty((2, PAGE), np.float32)
     bh = take_number(counter)
     while bh < num_bh:
         held[:] = 0
-        read_frame(keys, bh, block, mean, scales, order, factors)
+        read_frame(keys, bh, block, mean, powers, order, factors)
         for i in range(positions * group):
             own, row, read, bias = i // rows, i % rows, False, 0.0
             if not number[bh, own, :, row].any():
@@ -219,12 +219,12 @@ def sharpen_parts(
                         continue
                     if not read:
                         query = q[bh // kv_heads, i // group, bh % kv_heads * group + i % group]
-                        frame = mean, scales, order, factors, line, rotated
+                        frame = mean, powers, order, factors, line, rotated
                         bias, read = _read_query(query, scale, frame, block, coded, raw), True
                     layout, page = layouts[table[0][bh, at // PAGE]], at // PAGE % QUAD
                     record = layout[POOL] + np.int64(table[2][bh, at // PAGE]) * layout[RECORD]
-                    _read_page(layout, record, page, head_dim, (held, key_pages, values, step_sizes, by_slot))
-                    token, is_coded = SLOT_AT[at % PAGE], layout[K_STEP_SIZES] >= 0
+                    _read_page(layout, record, page, head_dim, (held, key_pages, values, scales, by_slot))
+                    token, is_coded = SLOT_AT[at % PAGE], layout[K_SCALES] >= 0
                     first = token * (head_dim + PADDING)
                     score = dot(coded if is_coded else raw, key_pages[page], first, head_dim)
                     score += bias if is_coded else 0.0
@@ -236,7 +236,7 @@ def sharpen_parts(
                         parts[0, bh, own, part, row] *= weight / before
                         parts[1, bh, own, part, row] *= weight / before
                     else:
-                        out = parts[0 if layout[V_STEP_SIZES] >= 0 else 1, bh, own, part, row]
+                        out = parts[0 if layout[V_SCALES] >= 0 else 1, bh, own, part, row]
                         row_sum[bh, own, part, row] += weight - before
                         _change_weight(weight - before, values, PAGE * page + token, out)
         bh = take_number(counter)

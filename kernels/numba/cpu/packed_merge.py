@@ -9,9 +9,9 @@ from .fragments import QUAD
 from .key_frame import exponent_of, power_of_two
 from .packed_large import power, whole_of
 from .page import PAGE, SLOTS
+from .scales import SIGNS
 from .simd import helper, load, splat, store
 from .softmax import LOG2_E, exp2, serial, take_number
-from .steps import SIGNS
 
 _MINUS_INFINITY = np.float32(-np.inf)
 

@@ -3,7 +3,7 @@
 A quad of pages is expanded once into scratch memory (`expand`) and multiplied for all query rows, in panels
 of 24 (`tiles`), at the speed of a matrix product:
 
-    per quad    keys, values = its pages, dense, times its steps      [64][head_dim], [head_dim][64]
+    per quad    keys, values = its pages, dense, times its scales     [64][head_dim], [head_dim][64]
     per panel   scores = keys @ queries                              [64 tokens][24 rows], lanes are rows
                 weights, row_max, row_sum: the online softmax of `update_softmax`
                 totals = totals * rescale + values @ weights          [head_dim][24]
@@ -26,15 +26,15 @@ from .expand import PADDING, SLOT_AT, index_of
 from .fragments import QUAD, call_product
 from .groups import hadamard_run
 from .key_frame import read_frame
-from .packed_large import note, read_step_sizes, rescale_notes
+from .packed_large import note, read_scales, rescale_notes
 from .page import (
     K_FUNCTION,
-    K_STEP_SIZES,
+    K_SCALES,
     PAGE,
     POSITIONS,
     SLOTS,
     V_FUNCTION,
-    V_STEP_SIZES,
+    V_SCALES,
     find_records,
     leave_out_before,
     position_of,
@@ -113,10 +113,10 @@ def lay_out_panels(q, scale, keys, block, coded, raw):
     num_bh, panels, _ = coded.shape
     kv_heads = num_bh // batch
     group = heads // kv_heads
-    line, rotated, mean, scales, factors = np.empty((5, head_dim), np.float32)
+    line, rotated, mean, powers, factors = np.empty((5, head_dim), np.float32)
     order = np.empty(head_dim, np.int64)
     for bh in range(num_bh):
-        read_frame(keys, bh, block, mean, scales, order, factors)
+        read_frame(keys, bh, block, mean, powers, order, factors)
         for i in range(panels * PANEL):
             panel, lane = i // PANEL, i % PANEL
             own_raw, own_coded = raw[bh, panel], coded[bh, panel]
@@ -129,7 +129,7 @@ def lay_out_panels(q, scale, keys, block, coded, raw):
                     line[channel] = scale * query[channel]
                     own_raw[index_of(channel) * PANEL + lane] = line[channel]
                     product += np.float64(line[channel]) * np.float64(mean[channel])
-                    line[channel] *= scales[channel]
+                    line[channel] *= powers[channel]
                 for n in range(head_dim):
                     rotated[n] = line[order[n]]
                 hadamard_run(rotated, 0, head_dim, block)
@@ -186,19 +186,19 @@ def _keep(scores, first, saved, square):
 
 
 @helper
-def _expand_quad(layout, records, codes_v, keys, values, step_sizes, by_slot, head_dim):
+def _expand_quad(layout, records, codes_v, keys, values, scales, by_slot, head_dim):
     """Expand the pages of a quad that have a record; see `expand`."""
     for page in range(QUAD):
         record = records[page]
         if record:
-            if layout[K_STEP_SIZES] >= 0:
-                read_step_sizes(record + layout[K_STEP_SIZES], step_sizes, by_slot)
+            if layout[K_SCALES] >= 0:
+                read_scales(record + layout[K_SCALES], scales, by_slot)
             matrix = keys.ctypes.data + 4 * PAGE * page * (head_dim + PADDING)
-            call_product(layout[K_FUNCTION], record, step_sizes.ctypes.data, matrix, head_dim // 16)
-            if layout[V_STEP_SIZES] >= 0:
-                read_step_sizes(record + layout[V_STEP_SIZES], step_sizes, by_slot)
+            call_product(layout[K_FUNCTION], record, scales.ctypes.data, matrix, head_dim // 16)
+            if layout[V_SCALES] >= 0:
+                read_scales(record + layout[V_SCALES], scales, by_slot)
             matrix = values.ctypes.data + 4 * PAGE * page
-            call_product(layout[V_FUNCTION], codes_v[page], step_sizes.ctypes.data, matrix, head_dim // 16)
+            call_product(layout[V_FUNCTION], codes_v[page], scales.ctypes.data, matrix, head_dim // 16)
 
 
 @helper
@@ -233,7 +233,7 @@ def _attend_range(
     """
     query_coded, query_raw, first_visible = queries
     rung, _, _, base = table
-    keys, values, scores, step_sizes, by_slot, rescale, peak, square, records, codes_v, used = scratch
+    keys, values, scores, scales, by_slot, rescale, peak, square, records, codes_v, used = scratch
     row_max, row_sum, (number, slots, noted) = result
     largest = peak[: peak.size if number.size else 0]
     panels, head_dim = totals.shape[0], totals.shape[1] // PANEL
@@ -247,7 +247,7 @@ def _attend_range(
         number[row] = 0
     for quad in range(first, last):
         layout = layouts[rung[QUAD * quad]]
-        if (layout[V_STEP_SIZES] < 0) != raw:
+        if (layout[V_SCALES] < 0) != raw:
             continue
         tokens, own_base = find_records(table, layout, quad, records, codes_v, used), base[QUAD * quad :]
         if hides:
@@ -257,11 +257,11 @@ def _attend_range(
                 for slot in range(SLOTS):
                     saved[quad, row - first_saved, slot] = MINUS_INFINITY
             continue
-        _expand_quad(layout, records, codes_v, keys, values, step_sizes, by_slot, head_dim)
+        _expand_quad(layout, records, codes_v, keys, values, scales, by_slot, head_dim)
         if tokens < SLOTS:
             _clear(values, head_dim, used)
         for panel in range(panels):
-            query = query_coded[panel] if layout[K_STEP_SIZES] >= 0 else query_raw[panel]
+            query = query_coded[panel] if layout[K_SCALES] >= 0 else query_raw[panel]
             rows = slice(panel * PANEL, (panel + 1) * PANEL)
             multiply(
                 keys,

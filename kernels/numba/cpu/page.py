@@ -18,9 +18,9 @@ from .softmax import floats, integers, serial
 PAGE = 16
 SLOTS = QUAD * PAGE
 LAYOUT_FIELDS = 8
-POOL, RECORD, V_CODES, K_STEP_SIZES, V_STEP_SIZES, POSITIONS, K_FUNCTION, V_FUNCTION = range(LAYOUT_FIELDS)
-"""Columns of `layouts`: an address, bytes of a record, byte offsets in it (codes of K begin it; K_STEP_SIZES
-and V_STEP_SIZES are -1 at width 16, which has none), and the addresses of two functions: of `fragments`, or
+POOL, RECORD, V_CODES, K_SCALES, V_SCALES, POSITIONS, K_FUNCTION, V_FUNCTION = range(LAYOUT_FIELDS)
+"""Columns of `layouts`: an address, bytes of a record, byte offsets in it (codes of K begin it; K_SCALES
+and V_SCALES are -1 at width 16, which has none), and the addresses of two functions: of `fragments`, or
 for `packed_rows` of `expand`."""
 
 _I8, _I32 = ir.IntType(8), ir.IntType(32)
@@ -28,8 +28,8 @@ _I8X8, _I32X8, _F32X8 = ir.VectorType(_I8, 8), ir.VectorType(_I32, 8), ir.Vector
 
 
 @intrinsic
-def double_step_sizes(typing_context, address):
-    """Twice the step sizes of eight tokens: a byte is a float16 without sign and low 7 mantissa bits."""
+def double_scales(typing_context, address):
+    """Twice the scales of eight tokens: a byte is a float16 without sign and low 7 mantissa bits."""
 
     def generate(context, builder, signature, arguments):
         codes = builder.load(builder.inttoptr(arguments[0], _I8X8.as_pointer()))

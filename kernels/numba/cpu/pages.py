@@ -1,6 +1,6 @@
 """Encode tokens into pages and decode them on the CPU, bit for bit as kvlab/reference/pages.py.
 
-Each token is encoded on its own: `steps` searches its step byte and makes its codes, a row of `head_dim`
+Each token is encoded on its own: `scales` searches its scale byte and makes its codes, a row of `head_dim`
 elements. A scatter then writes the codes to the page, by a table of addresses of bits that the caller makes.
 A token shares words with other tokens of its page. So one thread owns a page and writes its tokens in the
 order of the list, and the result does not depend on the number of threads.
@@ -17,8 +17,8 @@ import numpy as np
 from numba import njit, prange
 
 from .parallel import parallel_kernel
+from .scales import FACTORS, PROFILE, SCALES, coded_blocks, encode_vector, width_of_block
 from .simd import bits_of, float_of_bits, float_of_half, half_of
-from .steps import FACTORS, PROFILE, STEP_OF, coded_blocks, encode_vector, width_of_block
 
 FLOAT16, BFLOAT16, FLOAT32 = range(3)
 """Values of Side.kind."""
@@ -34,10 +34,10 @@ class Side(NamedTuple):
 
     nbytes: int  # of a page
     codes: int  # byte offset of the codes
-    step_sizes: int  # byte offset of theirs
-    bits: int  # stored for an element: 32 for width 16 of a float32 cache; or a profile (`steps.PROFILE`)
+    scales: int  # byte offset of theirs
+    bits: int  # stored for an element: 32 for width 16 of a float32 cache; or a profile (`scales.PROFILE`)
     kind: int  # what elements of width 16 are
-    guess: np.float32  # where the step search starts, of kvlab/reference/pages.py
+    guess: np.float32  # where the scale search starts, of kvlab/reference/pages.py
 
 
 @njit
@@ -125,30 +125,30 @@ def widen(codes, kind, x, start):
             x[start + i] = float_of_bits(codes[i] << np.uint32(16) if kind == BFLOAT16 else codes[i])
 
 
-# Elements of fewer bits: a step for the vector, a code for each element (`steps`).
+# Elements of fewer bits: a scale for the vector, a code for each element (`scales`).
 
 
 @njit
 def decode(codes, byte, bits, x, start):
-    """value = (2 * code + 1 - 2**bits) * step, or that times the factor of the width of a block"""
+    """value = (2 * code + 1 - 2**bits) * scale, or that times the factor of the width of a block"""
     if bits < PROFILE:
-        _decode_run(codes, STEP_OF[byte], bits, x, start, 0, codes.size)
+        _decode_run(codes, SCALES[byte], bits, x, start, 0, codes.size)
         return
     each = codes.size // 4
     for block in range(4):
         width = width_of_block(bits, block)
         if width:
-            step = STEP_OF[byte] * FACTORS[width]
-            _decode_run(codes, step, width, x, start, block * each, block * each + each)
+            scale = SCALES[byte] * FACTORS[width]
+            _decode_run(codes, scale, width, x, start, block * each, block * each + each)
         else:
-            x[start + block * each : start + block * each + each] = STEP_OF[byte] * np.float32(0)
+            x[start + block * each : start + block * each + each] = SCALES[byte] * np.float32(0)
 
 
 @njit
-def _decode_run(codes, step, bits, x, start, begin, end):
+def _decode_run(codes, scale, bits, x, start, begin, end):
     shift = np.int32(1 - (1 << bits))
     for i in range(begin, end):
-        x[start + i] = np.float32(np.int32(codes[i]) * np.int32(2) + shift) * step
+        x[start + i] = np.float32(np.int32(codes[i]) * np.int32(2) + shift) * scale
 
 
 # Lists of tokens.
@@ -164,7 +164,7 @@ def _first_bad(pages, slots, page, slot):
 
 
 @njit
-def _write_part(pool, words, side, addresses, page, slot, x, step, part, parts):
+def _write_part(pool, words, side, addresses, page, slot, x, known, part, parts):
     d = addresses.shape[1]
     codes, sizes = np.empty(d, np.uint32), np.empty(d, np.float32)
     for i in range(page.size):
@@ -172,34 +172,34 @@ def _write_part(pool, words, side, addresses, page, slot, x, step, part, parts):
             continue
         start = page[i] * side.nbytes
         if side.bits < 16 or side.bits >= PROFILE:
-            byte = encode_vector(x, i * d, side.bits, side.guess, step[i], codes, sizes)
-            pool[start + side.step_sizes + slot[i]] = byte
+            byte = encode_vector(x, i * d, side.bits, side.guess, known[i], codes, sizes)
+            pool[start + side.scales + slot[i]] = byte
         else:
             narrow(x, i * d, side.kind, codes)
         put_codes(words, (start + side.codes) // 4, addresses, slot[i], side.bits, codes)
 
 
 @njit(cache=True)
-def write_side(pool, side, addresses, page, slot, x, step):
+def write_side(pool, side, addresses, page, slot, x, known):
     """Encode vector i into slot[i] of page[i]; -1, or the index of an entry outside the pool.
 
-    pool uint8 (pages * nbytes,), page and slot int64 (n,), x float32 (n * head_dim,), step int16 (n,): as
+    pool uint8 (pages * nbytes,), page and slot int64 (n,), x float32 (n * head_dim,), known int16 (n,): as
     `encode_vector` takes them; all contiguous.
     """
     bad = _first_bad(pool.size // side.nbytes, addresses.shape[0], page, slot)
     if bad < 0:
-        _write_part(pool, pool.view(np.uint32), side, addresses, page, slot, x, step, 0, 1)
+        _write_part(pool, pool.view(np.uint32), side, addresses, page, slot, x, known, 0, 1)
     return bad
 
 
 @parallel_kernel()
-def write_side_parallel(pool, side, addresses, page, slot, x, step, parts):
+def write_side_parallel(pool, side, addresses, page, slot, x, known, parts):
     """Do what `write_side` does in `parts` threads: for many vectors, as threads take a while to wake."""
     bad = _first_bad(pool.size // side.nbytes, addresses.shape[0], page, slot)
     if bad < 0:
         words = pool.view(np.uint32)
         for part in prange(parts):
-            _write_part(pool, words, side, addresses, page, slot, x, step, part, parts)
+            _write_part(pool, words, side, addresses, page, slot, x, known, part, parts)
     return bad
 
 
@@ -211,7 +211,7 @@ def _read_part(pool, words, side, addresses, page, slot, x, first, last):
         start = page[i] * side.nbytes
         take_codes(words, (start + side.codes) // 4, addresses, slot[i], side.bits, codes)
         if side.bits < 16 or side.bits >= PROFILE:
-            decode(codes, pool[start + side.step_sizes + slot[i]], side.bits, x, i * d)
+            decode(codes, pool[start + side.scales + slot[i]], side.bits, x, i * d)
         else:
             widen(codes, side.kind, x, i * d)
 

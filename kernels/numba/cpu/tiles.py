@@ -293,7 +293,7 @@ def _add_products(typing_context, row, first, panel, lane, depth, sums):
 
 @helper
 def large_share(size, softcap):
-    """The share of a row's weight above which a weight is large; size: that of the row's scores, in log 2."""
+    """The part of a row's weight above which a weight is large; size: that of the row's scores, in log 2."""
     size = maximum(magnitude(size), splat(LEAST_CAPPED if softcap > 0 else LEAST_SIZE))
     return splat(LARGE_PART) / minimum(size, splat(LARGEST_SIZE))
 

@@ -99,16 +99,16 @@ def attend(call: GroupedCall, arrays: GroupedArrays, _addresses: Any) -> tuple[l
         own = np.split(np.argsort(order), starts[1:-1])
     # Rows of all groups, and which of them are a group's own.
     q = np.empty((starts[-1], *views[0].shape[1:]), views[0].dtype)
-    for place, x in zip(own, views, strict=True):
-        q[place] = x
+    for indices, x in zip(own, views, strict=True):
+        q[indices] = x
     all_rows = Views(q[None], k[None], v[None], seq_info)
     found, logs = attend_sequences(
         all_rows, call.scores, limits, alone=not worth_sharing(all_rows, products=1)
     )
     first = arrays.q_groups[0]
     return (
-        [like_first(found[0][place], first) for place in own],
-        [like_first(np.ascontiguousarray(logs[0][:, place]), first) for place in own],
+        [like_first(found[0][indices], first) for indices in own],
+        [like_first(np.ascontiguousarray(logs[0][:, indices]), first) for indices in own],
     )
 
 

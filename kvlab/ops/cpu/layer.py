@@ -177,7 +177,7 @@ def _formats(layouts: tuple[PageLayout, ...], dtype: str) -> Any:
     from kvlab.numba_kernels.cpu.cache_write import Formats
 
     found = [side_formats(layout, dtype) for layout in layouts]
-    sides = [[(s.codes, s.step_sizes, s.bits, s.kind) for s, _ in pair] for pair in found]
+    sides = [[(s.codes, s.scales, s.bits, s.kind) for s, _ in pair] for pair in found]
     guess = [[s.guess for s, _ in pair] for pair in found]
     addresses = np.stack([np.stack([addresses for _, addresses in pair]) for pair in found])
     return Formats(np.array(sides, np.int64), np.array(guess, np.float32), addresses)

@@ -49,8 +49,8 @@ def _layout_table(layouts: tuple[PageLayout, ...], dtype: str, rows: int) -> NDA
         k, v = (_kind(bits, dtype) for bits in (layout.bits_k, layout.bits_v))
         row[cpu_page.RECORD] = layout.nbytes
         row[cpu_page.V_CODES] = layout.v_codes
-        row[cpu_page.K_STEP_SIZES] = layout.k_scales if layout.bits_k != 16 else -1
-        row[cpu_page.V_STEP_SIZES] = layout.v_scales if layout.bits_v != 16 else -1
+        row[cpu_page.K_SCALES] = layout.k_scales if layout.bits_k != 16 else -1
+        row[cpu_page.V_SCALES] = layout.v_scales if layout.bits_v != 16 else -1
         row[cpu_page.POSITIONS] = layout.positions
         if rows:
             functions = cpu_fragments.key_product(k, rows), cpu_fragments.value_product(v, rows)

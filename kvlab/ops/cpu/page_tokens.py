@@ -39,7 +39,7 @@ def side_formats(layout: PageLayout, dtype: str) -> tuple[tuple[Any, NDArray[np.
         )
     kind = {"float16": FLOAT16, "bfloat16": BFLOAT16, "float32": FLOAT32}[dtype]
     sides = []
-    for side, width, codes, step_sizes in (
+    for side, width, codes, scales in (
         ("k", layout.bits_k, layout.k_codes, layout.k_scales),
         ("v", layout.bits_v, layout.v_codes, layout.v_scales),
     ):
@@ -52,7 +52,7 @@ def side_formats(layout: PageLayout, dtype: str) -> tuple[tuple[Any, NDArray[np.
             own = addresses[:, run.first : run.first + run.channels]
             own[...] = first_bits(run.bits, run.channels, side)
             own[...] += np.where(own < 0, -1, 1) * 1024 * run.word
-        sides.append((Side(layout.nbytes, codes, step_sizes, bits, kind, guess), addresses))
+        sides.append((Side(layout.nbytes, codes, scales, bits, kind, guess), addresses))
     return tuple(sides)
 
 
@@ -89,11 +89,11 @@ def prepared_frames(
     k_order: NDArray[np.uint8] | None = None,
     k_gain: NDArray[np.float32] | None = None,
 ) -> Any:
-    """Return frames of keys, (..., tables of one), as kernels take them: a `steps.Frames` of the CPU's.
+    """Return frames of keys, (..., tables of one), as kernels take them: a `scales.Frames` of the CPU's.
 
     Without `k_order` and `k_gain` keys are not kept in blocks.
     """
-    from kvlab.numba_kernels.cpu.steps import Frames, prepare_frames
+    from kvlab.numba_kernels.cpu.scales import Frames, prepare_frames
 
     mean = k_mean.astype(np.float32, order="C").reshape(-1, k_mean.shape[-1])
     sums, largest, powers = (
@@ -117,9 +117,9 @@ def encode_tokens(
     slot: NDArray[np.integer[Any]],
     k: Floats,
     v: Floats,
-    steps: NDArray[np.int16] | None = None,
+    scale_bytes: NDArray[np.int16] | None = None,
 ) -> None:
-    """Encode tokens into slots: the codes and steps of K and V. Positions and importance stay as they are.
+    """Encode tokens into slots: the codes and scales of K and V. Positions and importance stay as they are.
 
     Tokens of a page are written in the order of the list; different pages may be written at the same time.
 
@@ -134,10 +134,10 @@ def encode_tokens(
     k, v : float32, (n, head_dim)
         Rotated (`rotate_keys`, `rotate_values` of `kvlab.reference.pages`, `rotate_in_blocks` of
         `kvlab.reference.blocks`) where that side's width is below 16, raw where it is 16.
-    steps : int16, (2, n), optional
-        Of keys and of values: the step byte of one that was read from codes of this width, which stay as they
-        are; DECODED of one that was read from codes of another width; RAW of others, and if it is left out
-        (both in kernels/numba/cpu/steps.py).
+    scale_bytes : int16, (2, n), optional
+        Of keys and of values: the scale byte of one that was read from codes of this width, which stay as
+        they are; DECODED of one read from codes of another width; RAW of others, and if it is left out
+        (both in kernels/numba/cpu/scales.py).
 
     Raises
     ------
@@ -156,7 +156,7 @@ def encode_tokens(
     (True, True)
     """
     from kvlab.numba_kernels.cpu.pages import write_side, write_side_parallel
-    from kvlab.numba_kernels.cpu.steps import RAW
+    from kvlab.numba_kernels.cpu.scales import RAW
 
     sides = side_formats(layout, dtype)
     check_pool(pool, layout)
@@ -165,11 +165,13 @@ def encode_tokens(
     for name, x in (("k", k), ("v", v)):
         if x.dtype != np.float32 or x.shape != shape:
             raise ValueError(f"{name} must be float32 of shape {shape}, got {x.dtype} {x.shape}")
-    if steps is None:
-        steps = np.full((2, shape[0]), RAW, np.int16)
-    elif steps.dtype != np.int16 or steps.shape != (2, shape[0]):
-        raise ValueError(f"steps must be int16 of shape {(2, shape[0])}, got {steps.dtype} {steps.shape}")
-    for side, x, known in zip(sides, (k, v), np.ascontiguousarray(steps), strict=True):
+    if scale_bytes is None:
+        scale_bytes = np.full((2, shape[0]), RAW, np.int16)
+    elif scale_bytes.dtype != np.int16 or scale_bytes.shape != (2, shape[0]):
+        raise ValueError(
+            f"scale_bytes must be int16 of shape {(2, shape[0])}, got {scale_bytes.dtype} {scale_bytes.shape}"
+        )
+    for side, x, known in zip(sides, (k, v), np.ascontiguousarray(scale_bytes), strict=True):
         arguments = pool.reshape(-1), *side, *where, np.ascontiguousarray(x).reshape(-1), known
         bad = _in_threads(write_side, write_side_parallel, len(x), *arguments)
         _check_bad(bad, pool, where)

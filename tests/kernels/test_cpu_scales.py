@@ -1,4 +1,4 @@
-"""Rotation, steps and codes on the CPU against the reference, bit for bit, zeros with their signs."""
+"""Rotation, scales and codes on the CPU against the reference, bit for bit, zeros with their signs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvlab.numba_kernels.cpu.steps import DECODED, RAW, encode_vector, log_of_block, rotate_row
+from kvlab.numba_kernels.cpu.scales import DECODED, RAW, encode_vector, log_of_block, rotate_row
 from numba import njit
 from numpy.typing import NDArray
 
@@ -114,7 +114,7 @@ def test_means_of_every_size(head_dim: int) -> None:
 
 
 @given(SEEDS, st.integers(1, 40), head_dims, st.sampled_from(QUANTISED), st.booleans())
-def test_codes_and_steps_are_those_of_the_reference(
+def test_codes_and_scales_are_those_of_the_reference(
     seed: int, n: int, head_dim: int, bits: int, is_rotated: bool
 ) -> None:
     x = page_vectors(np.random.default_rng(seed), n, head_dim)
@@ -132,7 +132,7 @@ def test_any_sixteen_floats(patterns: list[int], bits: int) -> None:
 @pytest.mark.parametrize("head_dim", [16, 80, 256])
 @pytest.mark.parametrize("bits", QUANTISED)
 def test_vectors_of_every_size(bits: int, head_dim: int) -> None:
-    """All mantissas of 7 bits with all exponents: every border between guesses, steps, units and halvings."""
+    """All mantissas of 7 bits with all exponents: all borders of guesses, scales, units and halvings."""
     size = (np.arange(0, 0x7F80, dtype=np.uint32) << 16).view(np.float32)
     x = np.repeat(size[:, None], head_dim, axis=1)
     x[:, 1::2] *= -1
@@ -144,36 +144,36 @@ def test_vectors_of_every_size(bits: int, head_dim: int) -> None:
 
 @pytest.mark.parametrize("bits", QUANTISED)
 def test_ties(bits: int) -> None:
-    """Elements half way between parts of a step or between sizes, on borders of cells, or next to them."""
+    """Elements half way between parts of a scale or between sizes, on borders of cells, or next to them."""
     rng = np.random.default_rng(bits)
     x = rng.standard_normal((300, 64), dtype=np.float32)
     _, byte = reference.encode(x, bits)
-    step = reference.SCALES[byte][:, None]
-    part = np.exp2(np.floor(np.log2(step)) - {2: 6, 3: 5, 4: 4, 8: 4}[bits])
+    scale = reference.SCALES[byte][:, None]
+    part = np.exp2(np.floor(np.log2(scale)) - {2: 6, 3: 5, 4: 4, 8: 4}[bits])
     unit = np.exp2(np.floor(np.log2(np.abs(x).max(axis=1, keepdims=True))) - 7)
     x[:, :20] = np.rint(x[:, :20] / part) * part + part / 2
     x[:, 20:40] = np.rint(x[:, 20:40] / unit) * unit + unit / 2
-    x[:, 40:56] = np.rint(x[:, 40:56] / step) * step
+    x[:, 40:56] = np.rint(x[:, 40:56] / scale) * scale
     for wanted in (x, np.nextafter(x, np.float32(0)), np.nextafter(x, np.float32(np.inf))):
         assert_same(wanted, bits)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
-def test_equally_good_steps(bits: int) -> None:
-    """Of short vectors of few whole numbers some have equal errors for two steps."""
+def test_equally_good_scales(bits: int) -> None:
+    """Of short vectors of few whole numbers some have equal errors for two scales."""
     rng = np.random.default_rng(bits)
     x = np.rint(rng.standard_normal((20000, 16)) * rng.choice([8, 60], (20000, 1))).astype(np.float32)
     assert_same(x, bits)
 
 
 def test_one_bit_more_or_less_is_seen() -> None:
-    """The comparison rejects steps next to the best, codes next to the nearest, and the other rounding."""
+    """The comparison rejects scales next to the best, codes next to the nearest, and the other rounding."""
     x = page_vectors(np.random.default_rng(1), 100, 64, ("normal",))
     x = x / np.abs(x).max(axis=1, keepdims=True)
     for bits in QUANTISED:
         codes, byte = encoded(x, bits, np.zeros(len(x), bool))
-        step = reference.SCALES[byte][:, None]
-        wrong = reference.grid_codes(x + step / 16, step, bits)
+        scale = reference.SCALES[byte][:, None]
+        wrong = reference.grid_codes(x + scale / 16, scale, bits)
         assert (codes != wrong).any()
     bits_of = reference.rotate(x).view(np.uint32)
     assert (rotated(x * np.float32(1 + 2**-12)).view(np.uint32) != bits_of).any()

@@ -1,4 +1,4 @@
-"""Rotate vectors, find their steps and make their codes on the CPU, as kvlab/reference/pages.py, bit for bit.
+"""Rotate vectors, find scales and make codes on the CPU, as kvlab/reference/pages.py, bit for bit.
 
 The reference rounds elements to whole numbers before it adds them up. So sums up to 2**24 are exact in any
 order, and these loops may use any number of lanes and accumulators. Functions take flat arrays and work on n
@@ -37,14 +37,14 @@ from .softmax import serial
 _ZERO, _HALF, _ONE = np.float32(0), np.float32(0.5), np.float32(1)
 _ROOT_2 = np.float32(np.float16(np.sqrt(2)))
 _MIN_EXPONENT, _TOO_LARGE = -39, np.float32(2**100)
-_NAN_STEP, _LEAST_ABOVE = 0xFF, -16
+_NAN_SCALE, _LEAST_ABOVE = 0xFF, -16
 _ABOVE, _HIGHER = np.float32(1 + 2**-7), np.float32(17 / 16)
 _HIGHER_IN_BLOCKS = np.float32(19 / 16)
 _CODE_PARTS = np.array([0, 0, 6, 5, 4, 0, 0, 0, 4])
 RAW, DECODED = -1, -2
-"""In place of a step byte that is to be found: of a raw vector, or one that comes from codes."""
-STEP_OF = (np.arange(256, dtype=np.uint16) << 7).view(np.float16).astype(np.float32)
-"""The step that each byte stands for."""
+"""In place of a scale byte that is to be found: of a raw vector, or one that comes from codes."""
+SCALES = (np.arange(256, dtype=np.uint16) << 7).view(np.float16).astype(np.float32)
+"""The scale that each byte stands for."""
 _BOTH = np.arange(256) & np.arange(256) >> 1 & 0x55
 _MORE = (np.arange(256) & 0x7C == 0x7C).astype(np.int64)
 SIGNS = (1 - 2 * ((_BOTH ^ _BOTH >> 2 ^ _BOTH >> 4 ^ _BOTH >> 6 ^ _MORE) & 1)).astype(np.float32)
@@ -230,7 +230,7 @@ def _two_sums(sizes, n):
 
 @helper
 def _two_errors(sizes, n, bits, first, second):
-    """Sum the squared errors of sizes on the grids of two steps; sizes and steps are whole numbers.
+    """Sum the squared errors of sizes on the grids of two scales; sizes and scales are whole numbers.
 
     The upper half of a grid is symmetric, and so are the halves of that: sizes are folded at their middles
     until one value is left.
@@ -252,8 +252,8 @@ def _two_errors(sizes, n, bits, first, second):
 
 
 @helper
-def _search_step(x, start, n, bits, guess, decoded, largest, exponent, sizes):
-    """Return the step byte: `kvlab.reference.pages.search_step`, 0 if there is none.
+def _search_scale(x, start, n, bits, guess, decoded, largest, exponent, sizes):
+    """Return the scale byte: `kvlab.reference.pages.search_scale`, 0 if there is none.
 
     `guess` is of `kvlab.reference.pages.GUESS`, `largest` that of the magnitudes, above 0 and finite, and
     `exponent` that of 2**7 units of sizes; `sizes` is scratch.
@@ -282,27 +282,27 @@ def _search_step(x, start, n, bits, guess, decoded, largest, exponent, sizes):
         return 0
     if bits < 4 and n >= 128 and not decoded:  # not is_searched
         return (near + 64) >> 7
-    return _best_step(sizes, compared, bits, max(near >> 7, 3), _power(7 - top))
+    return _best_scale(sizes, compared, bits, max(near >> 7, 3), _power(7 - top))
 
 
 @helper
-def _whole_step(byte, bits, in_units):
-    return min(np.floor(STEP_OF[byte] * in_units), np.float32(255 >> (bits - 1)))
+def _whole_scale(byte, bits, in_units):
+    return min(np.floor(SCALES[byte] * in_units), np.float32(255 >> (bits - 1)))
 
 
 @helper
-def _best_step(sizes, n, bits, below, in_units):
+def _best_scale(sizes, n, bits, below, in_units):
     """Return the better of two bytes, or at 2 and 3 bits the next one on its side.
 
-    Steps times `in_units` are those of sizes. Both next ones are tried: to wait until it is known which one
+    Scales times `in_units` are those of sizes. Both next ones are tried: to wait until it is known which one
     is needed takes longer.
     """
-    first, second = _whole_step(below, bits, in_units), _whole_step(below + 1, bits, in_units)
+    first, second = _whole_scale(below, bits, in_units), _whole_scale(below + 1, bits, in_units)
     low, high = _two_errors(sizes, n, bits, first, second)
     up = np.int64(high < low)
     best = below + up
     if bits < 4:
-        first, second = _whole_step(below - 1, bits, in_units), _whole_step(below + 2, bits, in_units)
+        first, second = _whole_scale(below - 1, bits, in_units), _whole_scale(below + 2, bits, in_units)
         lower, higher = _two_errors(sizes, n, bits, first, second)
         is_better = (higher if up else lower) < min(low, high)
         best += (2 * up - 1) * np.int64(is_better)
@@ -310,34 +310,34 @@ def _best_step(sizes, n, bits, below, in_units):
 
 
 @helper
-def encode_vector(x, start, bits, guess, step, codes, sizes):
-    """Make the codes (uint32) of a vector and return its step byte; `sizes` (float32) is scratch.
+def encode_vector(x, start, bits, guess, known, codes, sizes):
+    """Make the codes (uint32) of a vector and return its scale byte; `sizes` (float32) is scratch.
 
-    `step`: that byte, of a vector that was read from codes of this width and stays what it is; or RAW or
-    DECODED.
+    `known`: its scale byte, of a vector that was read from codes of this width and stays what it is; or RAW
+    or DECODED.
     """
     if bits >= PROFILE:
-        return _encode_in_blocks(x, start, bits, step, codes, sizes)
+        return _encode_in_blocks(x, start, bits, known, codes, sizes)
     n = codes.size
     largest = _largest(x, start, n)
     byte, exponent = 0, _exponent(largest * _ABOVE)
-    if step >= 0:
-        byte, exponent = step, 0  # its grid is that of no vector that is halved
+    if known >= 0:
+        byte, exponent = known, 0  # its grid is that of no vector that is halved
     elif np.isnan(largest):
-        byte = _NAN_STEP
+        byte = _NAN_SCALE
     elif largest > _ZERO:
-        byte = _search_step(x, start, n, bits, guess, step == DECODED, largest, exponent, sizes)
+        byte = _search_scale(x, start, n, bits, guess, known == DECODED, largest, exponent, sizes)
     middle = np.float32(1 << (bits - 1))
-    if byte == 0 or byte == _NAN_STEP:
+    if byte == 0 or byte == _NAN_SCALE:
         for i in range(n):
             codes[i] = np.uint32(middle)
         return byte
 
-    unit = _exponent(STEP_OF[byte]) - _CODE_PARTS[bits]
+    unit = _exponent(SCALES[byte]) - _CODE_PARTS[bits]
     in_units = _power(min(bits + 13 - exponent, 0) - unit)
     # A quotient of whole numbers below 2**13 with a cell below 2**8 is at least half a cell's part away from
     # an integer if half of 1 is added first: the rounding of the reciprocal does not matter.
-    reciprocal = _HALF / (STEP_OF[byte] * _power(-unit))
+    reciprocal = _HALF / (SCALES[byte] * _power(-unit))
     shift, low, high = splat(middle + _HALF * reciprocal), splat(_ZERO), splat(middle + middle - _ONE)
     if bits == 8:  # 11 bits of whole numbers: those of float16, where 1 stands for its least number
         by, scale = splat(in_units * _power(-24)), splat(reciprocal * _power(24))
@@ -369,15 +369,15 @@ def coded_blocks(profile):
 
 @helper
 def _block_error(sizes, n, profile, blocks, byte, in_units):
-    """Sum the errors of sizes on the grids of a step, weighted by block: a whole number."""
-    each, step, error = n // 4, STEP_OF[byte] * in_units, 0
+    """Sum the errors of sizes on the grids of a scale, weighted by block: a whole number."""
+    each, scale, error = n // 4, SCALES[byte] * in_units, 0
     for block in range(blocks):
         width, first, sums = width_of_block(profile, block), block * each, splat(_ZERO)
         if width == 8:
-            reach = min(np.floor(step * np.float32(256)), np.float32(255))
+            reach = min(np.floor(scale * np.float32(256)), np.float32(255))
             error += 16 * _WEIGHTS[block] * max(np.int64(_largest(sizes, first, each) - reach), 0)
             continue
-        s = splat(min(np.floor(step * FACTORS[width]), np.float32(255 >> (width - 1))))
+        s = splat(min(np.floor(scale * FACTORS[width]), np.float32(255 >> (width - 1))))
         s2 = s + s
         s4 = s2 + s2
         s8 = s4 + s4
@@ -393,7 +393,7 @@ def _block_error(sizes, n, profile, blocks, byte, in_units):
 
 @helper
 def _search_in_blocks(x, start, n, profile, blocks, decoded, largest, exponent, sizes):
-    """Return the step byte: `kvlab.reference.blocks.search_block_step`, 0 if there is none."""
+    """Return the scale byte: `kvlab.reference.blocks.search_block_scale`, 0 if there is none."""
     top, each = min(exponent, _BLOCK_TOP), n // 4
     if width_of_block(profile, blocks - 1) == 8:
         if exponent < _LEAST_ABOVE:
@@ -401,7 +401,7 @@ def _search_in_blocks(x, start, n, profile, blocks, decoded, largest, exponent, 
         wanted = largest * _power(top - exponent - 8)
         word = half_of(wanted)
         return (np.int64(word) + (float_of_half(word) < wanted) + 127) >> 7
-    if exponent < -20:  # less than a 64th of the largest element, which is less than half of the least step
+    if exponent < -20:  # less than a 64th of the largest element, which is less than half of the least scale
         return 0
     squares = min_square = _ZERO
     for block in range(blocks):
@@ -429,25 +429,25 @@ def _search_in_blocks(x, start, n, profile, blocks, decoded, largest, exponent, 
 
 
 @helper
-def _encode_in_blocks(x, start, profile, step, codes, sizes):
+def _encode_in_blocks(x, start, profile, known, codes, sizes):
     """Make the codes of a key in blocks: as `encode_vector`, of which it is a case."""
     n, blocks = codes.size, coded_blocks(profile)
     each = n // 4
     largest = _largest(x, start, blocks * each)
     byte, exponent = 0, _exponent(largest * _ABOVE)
-    if step >= 0:
-        byte, exponent = step, 0
+    if known >= 0:
+        byte, exponent = known, 0
     elif np.isnan(largest):
-        byte = _NAN_STEP
+        byte = _NAN_SCALE
     elif largest > _ZERO:
-        byte = _search_in_blocks(x, start, n, profile, blocks, step == DECODED, largest, exponent, sizes)
+        byte = _search_in_blocks(x, start, n, profile, blocks, known == DECODED, largest, exponent, sizes)
     for block in range(4):
         width, first = width_of_block(profile, block), block * each
-        if width == 0 or byte == 0 or byte == _NAN_STEP:
+        if width == 0 or byte == 0 or byte == _NAN_SCALE:
             for i in range(first, first + each):
                 codes[i] = np.uint32(1 << width >> 1)
             continue
-        half = STEP_OF[byte] * FACTORS[width]
+        half = SCALES[byte] * FACTORS[width]
         unit = _exponent(half) - _CODE_PARTS[width]
         in_units = _power(min(_BLOCK_TOP - exponent, 0) - unit)
         reciprocal, middle = _HALF / (half * _power(-unit)), np.float32(1 << (width - 1))
