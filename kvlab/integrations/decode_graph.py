@@ -180,8 +180,7 @@ def _replaying(model: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
         if inside or not _is_plain_step(kwargs):
             return forward(**kwargs)
         cache, ids, mask = kwargs["past_key_values"], kwargs["input_ids"], kwargs.get("attention_mask")
-        if mask is not None:
-            cache.check_step(mask)
+        cache.check_step(mask)
         if latest is None or not latest.serves(cache):
             latest = DecodeGraph(model, cache)
         inside = True

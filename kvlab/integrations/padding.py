@@ -9,11 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from kvlab.cache.cache import MixedPrecisionCache
+from kvlab.ladder import parse_bits
 from kvlab.ops.plan import first_seen
+from kvlab.pages import TOKENS_PER_PAGE, LayerPages
 
-__all__ = ["Padding"]
+__all__ = ["Padding", "padding_of"]
 
 
 class Padding:
@@ -71,8 +76,7 @@ class Padding:
     ) -> torch.Tensor | None:
         old, first = self.seen(length), first_seen(length, window)
         if mask is None:
-            if old is not None and not old.all():
-                raise ValueError("the cache holds rows with padding: pass the attention_mask of all tokens")
+            self.check_none(length)
             self.valid = None  # the rows or time steps with padding are gone
             return None
         visible = _visible(mask, batch, length - first, new, window)
@@ -87,6 +91,12 @@ class Padding:
         passed = visible.new_ones(batch, first) if old is None else old[:, :first]
         self.valid, new_ones = torch.cat([passed, visible], 1), visible[:, length - first :]
         return None if new_ones.all() else new_ones.contiguous()
+
+    def check_none(self, length: int) -> None:
+        """Refuse a step without a mask behind time steps with padding."""
+        old = self.seen(length)
+        if old is not None and not old.all():
+            raise ValueError("the cache holds rows with padding: pass the attention_mask of all tokens")
 
     def seen(self, length: int) -> torch.Tensor | None:
         """The padding of the first `length` time steps; those of a step that was refused may lie behind."""
@@ -126,3 +136,46 @@ def _visible(mask: torch.Tensor, batch: int, length: int, new: int, window: int)
             "here"
         )
     return visible
+
+
+def padding_of(packed: MixedPrecisionCache) -> torch.Tensor | None:
+    """Return which time steps of a packed cache are no padding, (batch, tokens); None: all, or it is unknown.
+
+    Padding is not stored, so a layer that drops no token shows it. Where all layers drop tokens (width 0,
+    full windows) it is unknown, but a row without its first token in any layer is taken for one that began
+    with padding: sinks are the last to go.
+
+    Raises
+    ------
+    ValueError
+        If a row began with padding and no layer shows how much.
+    """
+    length, ladders = packed.seqlen, parse_bits(packed.bits, packed.num_layers)
+    drops = [ladder[0].total == 0 for ladder in ladders]
+    shows = [not drops[i] and first_seen(length, window) == 0 for i, window in enumerate(packed.windows)]
+    if any(shows):
+        valid = _stored(packed.pages(shows.index(True)), length)
+        return None if valid.all() else torch.from_numpy(valid).to(packed.device or "cpu")
+    full = [layer for layer, window in enumerate(packed.windows) if not window]
+    if packed.sink and length and full:
+        begins = np.any([_stored(packed.pages(layer), length)[:, 0] for layer in full], 0)
+        if not begins.all():
+            raise ValueError(
+                f"packed holds the first token of row {begins.argmin()} in no layer: the row began with "
+                "padding, and with width 0 in all layers nobody knows how much. Let this cache read the "
+                "tokens again, or save one with a layer that has no width 0 in bits"
+            )
+    return None
+
+
+def _stored(pages: LayerPages, length: int) -> NDArray[np.bool_]:
+    """Which time steps a head of a row has a token of, (batch, length)."""
+    found = np.zeros((len(pages.count), length), np.bool_)
+    for rung, (layout, pool) in enumerate(zip(pages.layouts, pages.pools, strict=True)):
+        at = np.nonzero((pages.rung == rung) & (pages.count > 0))
+        position = (pages.base[at].astype(np.int64)[:, None] << 16) + layout.positions_in(pool)[
+            pages.index[at]
+        ]
+        page, slot = np.nonzero(np.arange(TOKENS_PER_PAGE) < pages.count[at][:, None])
+        found[at[0][page], position[page, slot]] = True
+    return found

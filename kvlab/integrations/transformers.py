@@ -26,6 +26,7 @@ with needs_extra("hf", "kvlab.integrations.transformers"):
     from kvlab.integrations.cache_bytes import layer_nbytes
     from kvlab.integrations.packed_attention import register
     from kvlab.integrations.packed_layer import ATTENTION, PackedLayer, SharedCache
+    from kvlab.integrations.padding import padding_of
     from kvlab.integrations.rotary import KNOWN, head_dim_of, rotary_of
 
 __all__ = ["ATTENTION", "KVLabCache", "register"]
@@ -148,15 +149,17 @@ class KVLabCache(Cache):
         Parameters
         ----------
         packed : MixedPrecisionCache
-            With a layer for each layer of the model; no row of it begins with padding. It keeps its own
-            budget, widths and other options; those that this cache was made with are not used.
+            With a layer for each layer of the model. It keeps its own budget, widths and other options; those
+            that this cache was made with are not used. If rows of it have padding, the model goes on with
+            the attention_mask of all tokens and is refused without.
 
         Raises
         ------
         TypeError
             If `packed` is none.
         ValueError
-            If the number of layers, their sliding windows, the number of heads or `head_dim` differ.
+            If the number of layers, their sliding windows, the number of heads or `head_dim` differ. If rows
+            began with padding and no layer shows how much, since all drop tokens.
         NotImplementedError
             If the model has layers that are not packed, of which `packed` holds nothing.
 
@@ -191,8 +194,9 @@ class KVLabCache(Cache):
                 f"packed has {_named(of_packed)}, the model {_named(self._geometry)}: load the cache of this "
                 "model"
             )
+        valid = padding_of(packed)
         self._shared.reset()
-        self._shared.cache = packed
+        self._shared.cache, self._shared.padding.valid = packed, valid
         self._shared.lengths = [packed.seqlen] * packed.num_layers
 
     # A recorded step of the model (decode_graph.py) has one token a row and none of them is padding.
@@ -207,8 +211,11 @@ class KVLabCache(Cache):
             self._shared.unmasked = False
         self._shared.padding.add_token(length)
 
-    def check_step(self, mask: torch.Tensor) -> None:
+    def check_step(self, mask: torch.Tensor | None) -> None:
         """Refuse a mask, (B, tokens), that hides the next token, or other ones than when they came."""
+        if mask is None:
+            self._shared.padding.check_none(self.get_seq_length())
+            return
         valid = self._shared.padding.seen(self.get_seq_length())
         new = torch.ones_like(mask[:, :1], dtype=torch.bool)
         seen = new.expand(-1, self.get_seq_length()) if valid is None else valid

@@ -433,6 +433,51 @@ def test_a_model_with_windows_goes_on_from_a_file(attend: Any, tmp_path: Path) -
         other.hold(MixedPrecisionCache(3, 4, 2, 32, **EXACT))
 
 
+@pytest.mark.parametrize("options", [EXACT, {"bits": "0-1:0+8,2:16", "budget": 0.9}], ids=["exact", "drops"])
+def test_rows_with_padding_go_on_from_a_file_with_their_mask(
+    llama: Any, tmp_path: Path, options: Any
+) -> None:
+    """Without it positions of the next token would count the padding, which no file holds."""
+    ids, mask = tokens(2, 40), torch.ones(2, 41, dtype=torch.long)
+    mask[0, :13] = 0
+    step, next_position = tokens(2, 1, seed=1), mask.sum(1, keepdim=True) - 1
+    cache, other = KVLabCache(llama.config, **options), KVLabCache(llama.config)
+    llama(ids, past_key_values=cache, attention_mask=mask[:, :40], position_ids=mask[:, :40].cumsum(1) - 1)
+    assert cache.packed is not None
+    cache.packed.save(tmp_path / "cache")
+    other.hold(MixedPrecisionCache.load(tmp_path / "cache"))
+    for call in (lambda: llama(step, past_key_values=other), lambda: other.check_step(None)):
+        with pytest.raises(ValueError, match="rows with padding: pass the attention_mask of all tokens"):
+            call()
+    found, expected = (
+        llama(step, past_key_values=x, attention_mask=mask, position_ids=next_position).logits
+        for x in (other, cache)
+    )
+    assert torch.equal(found, expected)
+
+
+def test_hold_refuses_padding_that_no_layer_shows(llama: Any) -> None:
+    options: dict[str, Any] = {"bits": (0, 8), "budget": 0.9}
+    cache, other = KVLabCache(llama.config, **options), KVLabCache(llama.config)
+    mask = torch.ones(2, 40, dtype=torch.long)
+    mask[1, :13] = 0
+    llama(tokens(2, 40), past_key_values=cache, attention_mask=mask)
+    assert cache.packed is not None
+    with pytest.raises(ValueError, match="first token of row 1 in no layer: the row began with padding"):
+        other.hold(cache.packed)
+    assert other.packed is None
+
+
+def test_a_cache_that_has_dropped_tokens_goes_on_without_a_mask(llama: Any) -> None:
+    options: dict[str, Any] = {"bits": (0, 8), "budget": 0.1, "plan_length": 1}
+    cache, other = KVLabCache(llama.config, **options), KVLabCache(llama.config)
+    llama(tokens(2, 300), past_key_values=cache)
+    assert cache.packed is not None
+    assert cache.packed.pages(0).count.sum() < 2 * 2 * 300
+    other.hold(cache.packed)
+    llama(tokens(2, 1), past_key_values=other)
+
+
 @pytest.mark.parametrize(
     ("geometry", "words"),
     [
