@@ -19,7 +19,7 @@ from kvlab.cache.layers import Layer
 from kvlab.errors import BudgetError
 from kvlab.ops.plan import reach_of
 from kvlab.pages import TOKENS_PER_PAGE
-from kvlab.sizes import parse_budget
+from kvlab.sizes import MAX_FRACTION, parse_budget
 
 __all__ = ["Limit", "RowBudgets"]
 
@@ -65,8 +65,8 @@ class Limit:
         self._fixed_nbytes = store.fixed_nbytes  # of a row without tokens, in any layer
         self._fp16_token = 2 * 2 * store.num_heads_kv * store.head_dim
         self._windows = [layer.sliding_window for layer in layers]
-        longest = max(max_seqlen or plan_length, 1)
-        self._layer_tokens = [min(longest, window or longest) for window in self._windows]
+        self._expected = max(max_seqlen or plan_length, 1)
+        self._layer_tokens = self._tokens_kept(self._expected)
         if not self._holds_rows(batch):
             needed = self._empty_nbytes(batch)
             raise BudgetError(
@@ -133,6 +133,12 @@ class Limit:
             )
         low, budget = self._longest(seqlen, batch), "budget"
         longest = f"the longest length that fits is {low}"
+        if help_for_window := self._help_for_window(seqlen, batch, needed):
+            return BudgetError(
+                f"{seqlen} tokens{of_rows}: {help_for_window}; {longest}",
+                needed_bytes=needed,
+                longest_length=low,
+            )
         if fraction is not None:
             if enough := self._enough(seqlen, batch):
                 budget = f"budget or plan_length (to {enough})"
@@ -146,6 +152,53 @@ class Limit:
             needed_bytes=needed,
             longest_length=low,
         )
+
+    def _help_for_window(self, seqlen: int, batch: int, needed: int) -> str:
+        """What to do where the budget is enough and the share of a sliding window is not; else no words."""
+        budgets, layers = self.row_budgets(seqlen, batch) or (), range(len(self._layers))
+        enough = sum(budgets) >= sum(self._smallest(layer, seqlen) for layer in layers)
+        short = self._short(seqlen, batch)
+        narrow = [(layer, given) for layer, given in short if self._windows[layer]]
+        if not narrow or not enough:
+            return ""
+        layer, given = narrow[0]
+        fault = (
+            f"layer {layer}, with a sliding window of {self._windows[layer]} tokens, needs "
+            f"{self._smallest(layer, seqlen)} bytes a row at the lowest widths, and its share of the budget "
+            f"is {given}"
+        )
+        if self.budget.fraction is not None:
+            fraction = self._fraction_for(seqlen, [layer for layer, _ in short])
+            if fraction <= MAX_FRACTION:
+                return f"{fault}. Raise the budget to {fraction:.3f}, or add a lower width to bits"
+        elif seqlen < self._expected and self._shares_hold(seqlen, batch):
+            lengths = range(seqlen, self._expected)
+            last = bisect_left(lengths, True, key=lambda n: not self._shares_hold(n, batch)) - 1
+            return (
+                f"{fault}: layers share it as they keep tokens of {self._expected} (max_seqlen, or "
+                f"plan_length). Pass max_seqlen={lengths[last]}, or raise the budget to {needed} bytes"
+            )
+        return f"{fault}. Raise the budget to {needed} bytes, or add a lower width to bits"
+
+    def _fraction_for(self, seqlen: int, layers: Iterable[int]) -> float:
+        """The relative budget, in thousandths, with which layers hold a length."""
+        length, found = max(seqlen, self._plan_length), 0
+        for layer in layers:
+            tokens = min(length, reach_of(self._windows[layer], self.rewind) or length)
+            found = max(found, 1000 * self._smallest(layer, seqlen) // (self._fp16_token * tokens) + 1)
+        return found / 1000
+
+    def _shares_hold(self, longest: int, batch: int) -> bool:
+        """Whether an absolute budget holds so many tokens if layers share it as they keep tokens of them."""
+        of_row = (self.budget.nbytes or 0) // max(batch, 1)
+        tokens = self._tokens_kept(longest)
+        return all(
+            self._smallest(layer, longest) <= of_row * n // sum(tokens) for layer, n in enumerate(tokens)
+        )
+
+    def _tokens_kept(self, seqlen: int) -> list[int]:
+        """How many of so many tokens each layer keeps."""
+        return [min(seqlen, window or seqlen) for window in self._windows]
 
     def _longest(self, seqlen: int, batch: int) -> int:
         """The longest length up to one that fits; what a relative budget gives it bounds all shorter ones."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -122,6 +124,37 @@ def test_a_budget_too_small_for_a_window_is_refused_before_anything_changes() ->
     enough = make(sliding_window=64, budget=refused.value.needed_bytes, bits=(2, 8), plan_length=512)
     enough.append(0, *draw(np.random.default_rng(0), 200)[1:])
     assert enough.nbytes <= refused.value.needed_bytes
+
+
+@pytest.mark.parametrize(
+    ("budget", "words", "help_of"),
+    [
+        (
+            0.3,
+            r"is 921\. Raise the budget to ([0-9.]+), or add",
+            lambda n: {"budget": float(n)},
+        ),
+        ("60KiB", "keep tokens of 2048 .*Pass max_seqlen=([0-9]+), or", lambda n: {"max_seqlen": int(n)}),
+        ("60KiB", "raise the budget to ([0-9]+) bytes;", lambda n: {"budget": int(n)}),
+    ],
+)
+def test_a_share_too_small_for_a_window_is_named_with_what_helps(
+    budget: Any, words: str, help_of: Callable[[str], dict[str, Any]]
+) -> None:
+    """The budget is many times what the cache needs, so its sum says nothing."""
+
+    def fed(**options: Any) -> MixedPrecisionCache:
+        options = {"sliding_window": (None, 24, 24), "budget": budget, **options}
+        cache = MixedPrecisionCache(3, 4, 2, 16, **options)
+        for layer in range(3):
+            cache.append(layer, *np.ones((2, 1, 70, 2, 16), np.float16))
+        return cache
+
+    with pytest.raises(BudgetError, match="70 tokens: layer 1, with a sliding window of 24") as refused:
+        fed()
+    found = re.search(words, str(refused.value))
+    assert found
+    assert fed(**help_of(found[1])).seqlen == 70
 
 
 # ---- the way back
