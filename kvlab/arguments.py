@@ -287,7 +287,7 @@ def check_device(device: object) -> None:
 
 
 def check_names(options: Mapping[str, object], known: Collection[str], of: str) -> None:
-    """Refuse options that are not known, and say which one is meant.
+    """Refuse options that are not known, and say which one is meant if one is called nearly so.
 
     Examples
     --------
@@ -299,7 +299,7 @@ def check_names(options: Mapping[str, object], known: Collection[str], of: str) 
     for name, value in options.items():
         if name in known:
             continue
-        meant = [_ELSEWHERE[name]] if name in _ELSEWHERE else difflib.get_close_matches(name, known, 1)
+        meant = [_ELSEWHERE[name]] if name in _ELSEWHERE else difflib.get_close_matches(name, known, 1, 0.8)
         hint = f", {meant[0]} is meant" if meant and meant[0] in known else ""
         hint = f" ({_NOT_HERE[name]}: leave it out)" if name in _NOT_HERE else hint
         raise TypeError(f"{name}={shown(value)} is no option of {of}{hint}; options are {', '.join(known)}")

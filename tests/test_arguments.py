@@ -15,7 +15,7 @@ import pytest
 
 import kvlab
 from kvlab import MixedPrecisionCache
-from kvlab.arguments import choice, flag, number, whole_number
+from kvlab.arguments import check_names, choice, flag, number, whole_number
 from kvlab.sizes import parse_budget
 
 NAN, HUGE = float("nan"), 10**30
@@ -268,6 +268,14 @@ def test_an_option_of_another_library_is_refused_with_a_hint(option: str, hint: 
         kvlab.attention(Q, K, V, **{option: 1})  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'v'"):
         kvlab.attention(Q, K)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("option", "known"), [("foo", ["floor", "bits"]), ("windw", ["rewind"]), ("nbits", ["budget"])]
+)
+def test_an_option_that_none_resembles_gets_no_hint(option: str, known: list[str]) -> None:
+    with pytest.raises(TypeError, match=f"^{option}=1 is no option of the cache; options are {known[0]}"):
+        check_names({option: 1}, known, "the cache")
 
 
 def test_every_public_name_is_in_the_table() -> None:
