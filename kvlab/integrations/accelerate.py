@@ -53,6 +53,9 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 """Settings of `generate` that are refused: values that mean nothing, and the reason."""
 
+_STOPS = ("eos_token_id", "stop_strings", "stopping_criteria", "max_time")
+"""Settings of `generate` that may end a text before `max_new_tokens`."""
+
 
 @contextmanager
 def accelerate(model: Model, *, max_seqlen: int | None = None) -> Iterator[Model]:
@@ -111,7 +114,8 @@ class _Decoders:
     def __init__(self, model: Any, max_seqlen: int | None) -> None:
         weights = from_model(model)  # refuses by name what the engine does not compute
         _check_model(model)
-        self._max_seqlen = check_max_seqlen(max_seqlen, weights.geometry)
+        self.max_seqlen = check_max_seqlen(max_seqlen, weights.geometry)
+        self.max_positions = weights.geometry.max_positions
         self._layers, head = tuple(weights.layers), weights.head()
         self._weights: Weights = dataclasses.replace(weights, head=lambda: head)
         self._device = "cpu" if model.device.type == "cpu" else f"cuda:{model.device.index or 0}"
@@ -135,7 +139,7 @@ class _Decoders:
         if self._decoder is None or self._decoder.batch != rows:
             self._decoder = None  # its memory is needed
             weights = dataclasses.replace(self._weights, layers=iter(self._layers))
-            self._decoder = Decoder(weights, batch=rows, max_seqlen=self._max_seqlen, device=self._device)
+            self._decoder = Decoder(weights, batch=rows, max_seqlen=self.max_seqlen, device=self._device)
         self._decoder.reset()
         self._holder = holder
         return self._decoder
@@ -165,6 +169,8 @@ def _decoded_generate(model: Any, decoders: _Decoders, generate: Callable[..., A
         given = by_name(parameters, args, kwargs)
         _check_ids(given)
         _refuse_settings(model, given)
+        if (longest := _longest_row(model, given)) > decoders.max_seqlen:
+            raise _too_long(longest, decoders.max_seqlen, decoders.max_positions)
         held = given.get("past_key_values")
         if held is None:
             held = kind(decoders)
@@ -194,12 +200,34 @@ def _check_ids(given: dict[str, Any]) -> None:
             )
 
 
+def _setting(model: Any, given: dict[str, Any], name: str) -> Any:
+    """A setting of a call of `generate`, from wherever it comes; None: there is none."""
+    value = given.get(name)
+    for source in (given.get("generation_config"), model.generation_config):
+        value = getattr(source, name, None) if value is None else value
+    return value
+
+
+def _longest_row(model: Any, given: dict[str, Any]) -> int:
+    """Tokens that the longest row will have read, where that is certain before the first; 0: it is not."""
+    new, mask = _setting(model, given, "max_new_tokens"), given.get("attention_mask")
+    ids = given.get("input_ids") if given.get("inputs") is None else given["inputs"]
+    stops = [name for name in _STOPS if name not in given or given[name] is not None]
+    if ids is None or ids.ndim != 2 or not isinstance(new, int) or new < 1:
+        return 0
+    if any(_setting(model, given, name) is not None for name in stops):
+        return 0
+    if mask is not None and mask.shape == ids.shape:
+        columns = int((mask != 0).sum(1).max()) if len(mask) else 0
+    else:
+        padding = _setting(model, given, "pad_token_id")
+        columns = 0 if padding is not None and bool((ids == padding).any()) else ids.shape[1]
+    return columns + new - 1 if columns else 0
+
+
 def _refuse_settings(model: Any, given: dict[str, Any]) -> None:
-    sources = (given.get("generation_config"), model.generation_config)
     for name, (harmless, reason) in _REFUSED.items():
-        value = given.get(name)
-        for source in sources:
-            value = getattr(source, name, None) if value is None else value
+        value = _setting(model, given, name)
         if value is not None and not any(value == one for one in harmless):
             shown = type(value).__name__ if name == "assistant_model" else repr(value)
             raise NotImplementedError(
@@ -232,6 +260,15 @@ def _decoded_forward(held: Any, forward: Callable[..., Any]) -> Callable[..., An
         return CausalLMOutputWithPast(logits=logits, past_key_values=held)
 
     return decoded_forward
+
+
+def _too_long(longest: int, max_seqlen: int, most: int) -> ValueError:
+    advice = (
+        f"enter kvlab.accelerate with max_seqlen up to {most}, or generate outside"
+        if max_seqlen < most
+        else "the model takes no more, so generate fewer"
+    )
+    return ValueError(f"max_seqlen={max_seqlen}: a row would have {longest} tokens; {advice}")
 
 
 class _Columns:
@@ -267,13 +304,7 @@ class _Columns:
             decoder = self.decoders.of(self, rows)
             keep, longest = valid[:, past:], int(valid.sum(1).max())
         if longest > decoder.max_seqlen:
-            most = decoder.geometry.max_positions
-            advice = (
-                f"enter kvlab.accelerate with max_seqlen up to {most}, or generate outside"
-                if decoder.max_seqlen < most
-                else "the model takes no more, so generate fewer"
-            )
-            raise ValueError(f"max_seqlen={decoder.max_seqlen}: a row would have {longest} tokens; {advice}")
+            raise _too_long(longest, decoder.max_seqlen, decoder.geometry.max_positions)
         numbers = ids.cpu().numpy()
         of_rows = [row[of_row] for row, of_row in zip(numbers, keep, strict=True)]
         if ids.device.type == "cuda" and decoder.device != "cpu":

@@ -232,6 +232,29 @@ def test_settings_that_are_refused(options: dict[str, Any], error: type[Exceptio
         assert torch.equal(model.generate(ids, max_new_tokens=4, **GREEDY), want)
 
 
+def test_a_text_that_will_be_too_long_is_refused_before_its_first_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Refused at the limit, all that was generated would be lost; a text that may stop is not refused."""
+    (ids, mask), read = padded([3, 8]), kvlab.engine.Decoder.prefill
+    counted: list[int] = []
+    monkeypatch.setattr(
+        kvlab.engine.Decoder, "prefill", lambda self, rows: counted.append(1) or read(self, rows)
+    )
+    with kvlab.accelerate(half(), max_seqlen=20) as model:
+        fits = model.generate(ids, attention_mask=mask, max_new_tokens=13, **GREEDY)
+        assert fits.shape == (2, 21)
+        counted.clear()
+        config = GenerationConfig(max_new_tokens=14)
+        for options in ({"max_new_tokens": 14}, {"generation_config": config}):
+            with pytest.raises(ValueError, match="max_seqlen=20: a row would have 21 tokens"):
+                model.generate(ids, attention_mask=mask, **GREEDY, **options)
+        assert not counted
+        stop = int(fits[1, 9])
+        stopped = model.generate(ids[1:], **{**GREEDY, "eos_token_id": stop}, max_new_tokens=200)
+        assert stopped[0, -1] == stop
+
+
 @pytest.mark.parametrize("ids", [[5, 3, 8], [[5, 3, 8]], np.array([[5, 3, 8]])])
 def test_token_numbers_that_are_no_tensor_are_refused(ids: Any) -> None:
     with kvlab.accelerate(half(), max_seqlen=32) as model:
@@ -244,7 +267,7 @@ def test_token_numbers_that_are_no_tensor_are_refused(ids: Any) -> None:
 
 def test_a_text_longer_than_the_model_takes() -> None:
     model = half()
-    with kvlab.accelerate(model), pytest.raises(ValueError, match="65 tokens; the model takes no more"):
+    with kvlab.accelerate(model), pytest.raises(ValueError, match="102 tokens; the model takes no more"):
         model.generate(prompt(1, 3), max_new_tokens=100, **GREEDY)
 
 
