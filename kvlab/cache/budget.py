@@ -65,6 +65,7 @@ class Limit:
         self._fixed_nbytes = store.fixed_nbytes  # of a row without tokens, in any layer
         self._fp16_token = 2 * 2 * store.num_heads_kv * store.head_dim
         self._windows = [layer.sliding_window for layer in layers]
+        self._refuses_at_once = max_seqlen is not None
         self._expected = max(max_seqlen or plan_length, 1)
         self._layer_tokens = self._tokens_kept(self._expected)
         if not self._holds_rows(batch):
@@ -146,9 +147,10 @@ class Limit:
                 longest = (
                     f"the longest length that fits below {seqlen} is {low}, the shortest above is {high}"
                 )
+        early = "" if self._refuses_at_once else ". With max_seqlen it is refused before the first token"
         return BudgetError(
             f"{fault}budget gives {given}; {longest}. Raise the {budget}, add a lower width to bits (with a "
-            "width 0 the least important tokens are dropped) or shorten the sequence",
+            f"width 0 the least important tokens are dropped) or shorten the sequence{early}",
             needed_bytes=needed,
             longest_length=low,
         )

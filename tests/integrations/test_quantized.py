@@ -19,6 +19,7 @@ from transformers import (
 )
 
 import kvlab
+from kvlab import BudgetError
 from kvlab.integrations.transformers import ATTENTION, KVLabCache
 from tests.integrations.models import CONFIGS, tiny, tokens
 
@@ -271,3 +272,24 @@ def test_graphs_need_a_gpu() -> None:
     with pytest.raises(ValueError, match="graph=True"), kvlab.quantized(model, graph=True):
         pass
     assert "forward" not in vars(model)
+
+
+def test_a_budget_that_ends_in_a_text_names_what_refuses_it_at_once() -> None:
+    """The text up to there is lost; with `max_seqlen` none begins."""
+    model, steps = tiny("llama"), []
+
+    def counts(*_: Any, **__: Any) -> bool:
+        steps.append(1)
+        return False
+
+    def generate(**options: Any) -> None:
+        with kvlab.quantized(model, "40KiB", bits=(4,), **options):
+            model.generate(tokens(1, 9), **{**GREEDY, "max_new_tokens": 400}, stopping_criteria=[counts])
+
+    with pytest.raises(BudgetError, match="With max_seqlen it is refused before the first token"):
+        generate()
+    assert len(steps) > 9
+    steps.clear()
+    with pytest.raises(BudgetError, match=r"409 tokens need .* or shorten the sequence$"):
+        generate(max_seqlen=409)
+    assert not steps
