@@ -68,7 +68,8 @@ def attention(
     ----------
     q : tensor, (batch, seqlen_q, num_heads_q, head_dim)
     k, v : tensor, (batch, seqlen_k, num_heads_kv, head_dim)
-        float16, bfloat16 or float32, on the CPU also float64. Copied if the last axis is not contiguous.
+        float16, bfloat16 or float32, on the CPU also float64, with gradients to 1e-7. Copied if the last axis
+        is not contiguous.
     causal, scale, window, softcap, return_lse
         As in `kvlab.attention`.
     deterministic : bool

@@ -94,7 +94,8 @@ def attention_backward(
         The arguments of the forward call.
     out : array, (batch, seqlen_q, num_heads_q, head_dim)
     lse : float32 array, (batch, num_heads_q, seqlen_q)
-        Its results, or those of attention over these keys and others.
+        Its results, or those of attention over these keys and others. Of float64, too, lse is float32, so
+        gradients are 1e-7 off.
     deterministic : bool
         Give the same bits every time. ``"cuda"`` is faster without, the others always do.
     float32_dk_dv : bool
