@@ -22,7 +22,7 @@ from tests.compare import assert_accurate, low_precision_attention, share_of_all
 from tests.draws import CASES, draw_call, shares
 from tests.gradients import exact_gradients, low_precision_gradients
 
-# Beyond the promise before, among 5,000 draws of float32 (up to 78 times what is allowed) and 1,000 packed ones.
+# Once beyond the promise, of 5,000 draws of float32 (up to 78 times what is allowed) and 1,000 packed ones.
 PINNED = {
     "attention": (
         78, 265, 704, 1222, 1252, 1602, 1947, 1960, 2179, 2338, 3349, 3507, 3703, 4103, 4436, 4545, 4762,
