@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from kvlab.numba_kernels.cpu import cache as cpu_cache
 from kvlab.numba_kernels.cpu import codec as cpu_codec
 from kvlab.numba_kernels.cpu import packed as cpu_packed
+from numba.core.caching import IndexDataCacheFile
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -75,6 +77,22 @@ def test_kernels_are_kept_under_that_stamp() -> None:
         path = Path(cpu_cache.__file__).with_name(f"{name}.py")
         assert locator.get_source_stamp() == cpu_cache.stamp_of(path)
     assert cpu_cache.KernelLocator.from_function(stranger, __file__) is None
+
+
+@pytest.mark.parametrize("name", ["kvlab.no_such_module", "kvlab.errors"])
+def test_an_index_that_names_what_is_no_more_is_empty(tmp_path: Path, name: str) -> None:
+    """Of a kernel's; one that is none of kvlab's is an error as it was."""
+    for stamp, raises in ((b"stamp", False), ((1.0, 2), True)):
+        index = IndexDataCacheFile(str(tmp_path), "kernel", stamp)
+        version = pickle.dumps(index._version, protocol=-1)
+        Path(index._index_path).write_bytes(version + f"c{name}\nFrames\n.".encode())
+        if raises:
+            with pytest.raises((ImportError, AttributeError)):
+                index.load("float32")
+            continue
+        assert index.load("float32") is None
+        index.save("float32", "code")
+        assert index.load("float32") == "code"
 
 
 def stranger() -> None:

@@ -5,13 +5,16 @@ of one of these, a process that loads a kernel and one that compiles it could di
 imported before any kernel. It makes a cached kernel stale when its file has changed, or any file of this
 folder that it imports, directly or indirectly. Numba chooses where kernels are cached: NUMBA_CACHE_DIR, or
 beside the source, or in the user's cache folder.
+
+Numba reads the whole index of what is kept before it compares stamps. An index of an older version may name
+modules and classes that have other names now; it counts as empty.
 """
 
 import hashlib
 import re
 from pathlib import Path
 
-from numba.core.caching import CacheImpl
+from numba.core.caching import CacheImpl, IndexDataCacheFile
 
 _FOLDER = Path(__file__).resolve().parent
 _IMPORT = re.compile(rb"^from \.(\w+) import", re.MULTILINE)
@@ -56,3 +59,18 @@ class KernelLocator:
 
 _STANDARD = tuple(CacheImpl._locator_classes)
 CacheImpl._locator_classes = [KernelLocator, *_STANDARD]
+
+_load_index = IndexDataCacheFile._load_index
+
+
+def load_index(index):
+    """Return what is kept under the stamp of an index, nothing if it is a kernel's and cannot be read."""
+    try:
+        return _load_index(index)
+    except (ImportError, AttributeError):
+        if isinstance(index._source_stamp, bytes):  # of `stamp_of`; those of Numba are tuples
+            return {}
+        raise
+
+
+IndexDataCacheFile._load_index = load_index
