@@ -73,4 +73,4 @@ def load_index(index):
         raise
 
 
-IndexDataCacheFile._load_index = load_index
+IndexDataCacheFile._load_index = load_index  # type: ignore[method-assign]

@@ -67,7 +67,7 @@ _FIT = np.dtype([("layer", "u8"), ("new_tokens", NEW_TOKENS), ("queries", _QUERI
 _ROWS = np.dtype(
     [
         *((name, "u8") for name in ("from", "to", "sources", "rows", "origins", "kept")),
-        *((name, "u8") for name in ("free_numbers", "copies", "num_copies", "targets")),
+        *((name, "u8") for name in ("free_numbers", "copies", "num_copies", "copied_rows")),
         *((name, "i4") for name in ("capacity", "head_dim", "num_copied_rows")),
     ],
     align=True,
