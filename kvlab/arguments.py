@@ -11,6 +11,7 @@ import difflib
 import math
 import operator
 import re
+import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -25,6 +26,7 @@ __all__ = [
     "number",
     "positive",
     "refuse_unsupported",
+    "renamed",
     "shown",
     "sides_of_window",
     "whole_number",
@@ -303,3 +305,13 @@ def check_names(options: Mapping[str, object], known: Collection[str], of: str) 
         hint = f", {meant[0]} is meant" if meant and meant[0] in known else ""
         hint = f" ({_NOT_HERE[name]}: leave it out)" if name in _NOT_HERE else hint
         raise TypeError(f"{name}={shown(value)} is no option of {of}{hint}; options are {', '.join(known)}")
+
+
+def renamed(value: int, older: dict[str, int], was: str, name: str, of: str) -> int:
+    """Return the value of an argument that had another name before; `older` are all that are not known."""
+    if was in older:
+        message = f"{was}= is now called {name}=; the older name works for one version more"
+        warnings.warn(message, DeprecationWarning, stacklevel=3)
+        value = older.pop(was)
+    check_names(older, [name], of)
+    return value

@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvlab.arguments import whole_number
 from kvlab.pages import BLOCK_WIDTHS, Width
@@ -40,6 +40,7 @@ __all__ = [
     "is_ample",
     "loss_of",
     "parse_bits",
+    "plain_bits",
 ]
 
 WIDTHS = (0, 2, 3, 4, 8, 16)
@@ -251,6 +252,13 @@ def parse_bits(bits: Bits, num_layers: int) -> tuple[Ladder, ...]:
     if isinstance(bits, str) and ":" in bits:
         return _per_layer(bits, num_layers)
     return (_ladder(_words(bits)),) * num_layers
+
+
+def plain_bits(bits: Any) -> Bits:
+    """Return widths as files have them: numbers of Python and text."""
+    if isinstance(bits, Iterable) and not isinstance(bits, str):
+        return tuple(int(word) if hasattr(word, "__index__") else str(word) for word in bits)
+    return int(bits) if hasattr(bits, "__index__") else bits
 
 
 def _words(bits: Bits) -> list[int | str]:

@@ -84,12 +84,16 @@ class Limit:
             return [of_row * tokens // whole for tokens in self._layer_tokens]
         if self.budget.fraction is None:
             return None
-        length, fraction = max(seqlen, self._plan_length), self.budget.fraction
         given = {}  # layers are often alike
         for window in set(self._windows):
-            tokens = min(length, reach_of(window, self.rewind) or length)
-            given[window] = max(int(fraction * (self._fp16_token * tokens)), self._fixed_nbytes)
+            nbytes = int(self.budget.fraction * self._fp16_nbytes(seqlen, window))
+            given[window] = max(nbytes, self._fixed_nbytes)
         return [given[window] for window in self._windows]
+
+    def _fp16_nbytes(self, seqlen: int, window: int) -> int:
+        """Bytes of a layer that a relative budget is a fraction of."""
+        length = max(seqlen, self._plan_length)
+        return self._fp16_token * min(length, reach_of(window, self.rewind) or length)
 
     def smallest_nbytes(self, seqlen: int) -> int:
         """Bytes of a row, in all layers by their shares, with which so many tokens fit for certain."""
@@ -113,12 +117,8 @@ class Limit:
 
     def _short(self, seqlen: int, batch: int) -> list[tuple[int, int]]:
         """Layers that so many tokens do not fit, and the bytes that they have for a row."""
-        budgets = self.row_budgets(seqlen, batch)
-        return [
-            (layer, given)
-            for layer, given in enumerate(budgets or ())
-            if self._smallest(layer, seqlen) > given
-        ]
+        budgets = self.row_budgets(seqlen, batch) or ()
+        return [(n, given) for n, given in enumerate(budgets) if self._smallest(n, seqlen) > given]
 
     def _refusal(self, seqlen: int, batch: int) -> BudgetError:
         """The error for a length that does not fit: it names lengths that do, and the bytes needed."""
@@ -126,20 +126,16 @@ class Limit:
         needed, given = self.smallest_nbytes(seqlen) * rows, sum(self.row_budgets(seqlen, batch) or ()) * rows
         of_rows = "" if batch == 1 else f" in each of {batch} rows"
         fault = f"{seqlen} tokens{of_rows} need at least {needed} bytes at the lowest widths and the "
+        error = partial(BudgetError, needed_bytes=needed)
         if not self._holds_rows(batch):
-            return BudgetError(
+            return error(
                 f"{fault}budget gives {given}; so many rows take {self._empty_nbytes(batch)} without any "
-                "token. Raise the budget or keep fewer rows",
-                needed_bytes=needed,
+                "token. Raise the budget or keep fewer rows"
             )
         low, budget = self._longest(seqlen, batch), "budget"
         longest = f"the longest length that fits is {low}"
         if help_for_window := self._help_for_window(seqlen, batch, needed):
-            return BudgetError(
-                f"{seqlen} tokens{of_rows}: {help_for_window}; {longest}",
-                needed_bytes=needed,
-                longest_length=low,
-            )
+            return error(f"{seqlen} tokens{of_rows}: {help_for_window}; {longest}", longest_length=low)
         if fraction is not None:
             if enough := self._enough(seqlen, batch):
                 budget = f"budget or plan_length (to {enough})"
@@ -148,47 +144,37 @@ class Limit:
                     f"the longest length that fits below {seqlen} is {low}, the shortest above is {high}"
                 )
         early = "" if self._refuses_at_once else ". With max_seqlen it is refused before the first token"
-        return BudgetError(
+        return error(
             f"{fault}budget gives {given}; {longest}. Raise the {budget}, add a lower width to bits (with a "
             f"width 0 the least important tokens are dropped) or shorten the sequence{early}",
-            needed_bytes=needed,
             longest_length=low,
         )
 
     def _help_for_window(self, seqlen: int, batch: int, needed: int) -> str:
         """What to do where the budget is enough and the share of a sliding window is not; else no words."""
-        budgets, layers = self.row_budgets(seqlen, batch) or (), range(len(self._layers))
-        enough = sum(budgets) >= sum(self._smallest(layer, seqlen) for layer in layers)
-        short = self._short(seqlen, batch)
-        narrow = [(layer, given) for layer, given in short if self._windows[layer]]
-        if not narrow or not enough:
+        budgets = self.row_budgets(seqlen, batch) or ()
+        smallest = [self._smallest(layer, seqlen) for layer in range(len(self._layers))]
+        short = [layer for layer, _ in self._short(seqlen, batch)]
+        narrow = [layer for layer in short if self._windows[layer]]
+        if not narrow or sum(budgets) < sum(smallest):
             return ""
-        layer, given = narrow[0]
+        layer = narrow[0]
         fault = (
-            f"layer {layer}, with a sliding window of {self._windows[layer]} tokens, needs "
-            f"{self._smallest(layer, seqlen)} bytes a row at the lowest widths, and its share of the budget "
-            f"is {given}"
+            f"layer {layer}, with a sliding window of {self._windows[layer]} tokens, needs {smallest[layer]} "
+            f"bytes a row at the lowest widths, and its share of the budget is {budgets[layer]}"
         )
         if self.budget.fraction is not None:
-            fraction = self._fraction_for(seqlen, [layer for layer, _ in short])
-            if fraction <= MAX_FRACTION:
-                return f"{fault}. Raise the budget to {fraction:.3f}, or add a lower width to bits"
-        elif seqlen < self._expected and self._shares_hold(seqlen, batch):
-            lengths = range(seqlen, self._expected)
-            last = bisect_left(lengths, True, key=lambda n: not self._shares_hold(n, batch)) - 1
+            most = max(1000 * smallest[n] // self._fp16_nbytes(seqlen, self._windows[n]) for n in short) + 1
+            if most <= 1000 * MAX_FRACTION:
+                return f"{fault}. Raise the budget to {most / 1000:.3f}, or add a lower width to bits"
+        lengths = range(seqlen, self._expected)
+        held = bisect_left(lengths, True, key=lambda n: not self._shares_hold(n, batch))
+        if self.budget.fraction is None and held:
             return (
                 f"{fault}: layers share it as they keep tokens of {self._expected} (max_seqlen, or "
-                f"plan_length). Pass max_seqlen={lengths[last]}, or raise the budget to {needed} bytes"
+                f"plan_length). Pass max_seqlen={lengths[held - 1]}, or raise the budget to {needed} bytes"
             )
         return f"{fault}. Raise the budget to {needed} bytes, or add a lower width to bits"
-
-    def _fraction_for(self, seqlen: int, layers: Iterable[int]) -> float:
-        """The relative budget, in thousandths, with which layers hold a length."""
-        length, found = max(seqlen, self._plan_length), 0
-        for layer in layers:
-            tokens = min(length, reach_of(self._windows[layer], self.rewind) or length)
-            found = max(found, 1000 * self._smallest(layer, seqlen) // (self._fp16_token * tokens) + 1)
-        return found / 1000
 
     def _shares_hold(self, longest: int, batch: int) -> bool:
         """Whether an absolute budget holds so many tokens if layers share it as they keep tokens of them."""

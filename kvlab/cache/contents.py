@@ -179,13 +179,7 @@ def _take_pools(
 
 
 def _check(
-    store: DeviceStore,
-    number: int,
-    at: tuple[Any, Any, Any],
-    rung: Any,
-    count: Any,
-    opened: Any,
-    has_mean: Any,
+    store: DeviceStore, number: int, at: tuple[Any, ...], rung: Any, count: Any, opened: Any, has_mean: Any
 ) -> None:
     """Refuse what no cache says of its page tables; arrays have their entries, one table after the other."""
     row, head, entry = at

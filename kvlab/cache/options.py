@@ -6,7 +6,7 @@ cache is made from again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, MISSING, dataclass, fields
 from functools import wraps
 from typing import Any
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvlab.arguments import LONGEST, check_device, check_names, choice, number, whole_number
 from kvlab.arrays import Array, dtype_name
 from kvlab.cache.importance import Importance, UpdateFunction
-from kvlab.ladder import BITS, Bits, default_bits, is_ample
+from kvlab.ladder import BITS, Bits, default_bits, is_ample, plain_bits
 from kvlab.ops.allocator import METHODS, Method
 from kvlab.ops.key_frames import KeyFrames
 from kvlab.ops.layer_state import WAITING_PAGES
@@ -159,7 +159,7 @@ class CacheOptions:
             frames_hold, ample = self._frames_hold(), self._is_ample()
             self.bits = default_bits(self.head_dim, frames_hold=frames_hold, is_ample=ample)
         else:
-            self.bits = _bits(self.bits)
+            self.bits = plain_bits(self.bits)
         check_device(self.device)
         self.device = self.device or "cpu"
         if self.on_gpu:
@@ -235,17 +235,6 @@ class CacheOptions:
         found = {name: getattr(self, name) for name in names}
         bits = self.bits
         return {**found, "bits": bits if isinstance(bits, (str, int)) else list(bits)}
-
-
-def _bits(bits: Any) -> Bits:
-    """Widths as files have them, in numbers of Python and text."""
-    if isinstance(bits, Iterable) and not isinstance(bits, str):
-        return tuple(map(_word_of_bits, bits))
-    return int(bits) if isinstance(bits, np.integer) else bits
-
-
-def _word_of_bits(word: Any) -> int | str:
-    return word if isinstance(word, int) else int(word) if isinstance(word, np.integer) else str(word)
 
 
 def _rotary(rotary: Any, num_layers: int, head_dim: int) -> Rotary:

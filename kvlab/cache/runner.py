@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvlab.arguments import LONGEST, check_names, number, whole_number
+from kvlab.arguments import LONGEST, number, renamed, whole_number
 from kvlab.arrays import Array, ArrayT, device_of
 from kvlab.cache import prefill
 from kvlab.cache.budget import Limit
@@ -37,16 +36,6 @@ __all__ = ["EXECUTORS", "Runner"]
 
 EXECUTORS: dict[str, Any] = {"cpu": CPU, "cuda": GPU}
 """Who carries out the operations of a cache, by the kind of its device."""
-
-
-def _renamed(num_new: int, older: dict[str, int], method: str) -> int:
-    """The value of `num_new`, which was called `steps`."""
-    if "steps" in older:
-        message = "steps= is now called num_new=; the older name works for one version more"
-        warnings.warn(message, DeprecationWarning, stacklevel=3)
-        num_new = older.pop("steps")
-    check_names(older, ["num_new"], method)
-    return num_new
 
 
 class Runner(CacheOptions):
@@ -366,7 +355,7 @@ class Runner(CacheOptions):
                 graphs[key].replay()
                 cache.replayed()
         """
-        num_new = whole_number(_renamed(num_new, older, "prepare"), "num_new", 1, LONGEST)
+        num_new = whole_number(renamed(num_new, older, "steps", "num_new", "prepare"), "num_new", 1, LONGEST)
         self._refuse_cpu("prepare")
         device = self._device
         if not self._has_memory:
@@ -420,7 +409,7 @@ class Runner(CacheOptions):
 
     def replayed(self, num_new: int = 1, **older: int) -> None:
         """Count a step of all layers that a CUDA graph has replayed; `prepare` made room for it."""
-        num_new = _renamed(num_new, older, "replayed")
+        num_new = renamed(num_new, older, "steps", "num_new", "replayed")
         self._refuse_cpu("replayed")
         device = self._device
         if not self._has_memory or min(device.lookahead) < num_new:
