@@ -32,7 +32,7 @@ PURPOSES = {  # by path; the first that fits counts
     r"|elements\.cuh|expand",
     "attention": r"^(?!.*packed).*attention|tiles\.py|softmax\.py|fragments|array_kinds|into",
     "the packed cache": r"kvlab/cache|packed|pages?\.|pages/|plan|ladder|frame|store|layer|allocator|cache_"
-    r"|rows|refit|page_tokens|scores|files|steps|words|raw|exact\.py",
+    r"|rows|refit|page_tokens|scores|scales|doubles|files|words|raw|exact\.py",
 }
 FOLDERS = {
     "CUDA C++": r"^kernels/cuda/",
