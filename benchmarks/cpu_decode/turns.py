@@ -20,7 +20,12 @@ from typing import Any
 
 import numpy as np
 
-CASES = [(context, widths) for context in (2048, 8192) for widths in ("2", "8", "mixed, average 4")]
+MIXED = "mixed, average 4"
+CASES = [
+    *((context, widths, 1) for context in (2048, 8192) for widths in ("2", "8", MIXED)),
+    *((context, MIXED, size) for context, size in ((64, 1), (64, 3), (2048, 3))),
+]
+"""Tokens, widths, and a factor on the queries: few tokens have most of the weight where it is 3."""
 ROUNDS, CALLS = 40, 4
 
 
@@ -33,17 +38,17 @@ def serve() -> None:
 
     rng = np.random.default_rng(0)
     q = rng.standard_normal((1, 1, NUM_HEADS_Q, HEAD_DIM), np.float32)
-    grouped = torch.from_numpy(q).reshape(1, NUM_HEADS_KV, -1, HEAD_DIM)
     cases = []
-    for context, widths in CASES:
-        pages = make_pages(rng, WIDTHS[widths], context)
-        cases.append((pages, *map(torch.from_numpy, decode(pages))))
+    for context, widths, size in CASES:
+        pages, queries = make_pages(rng, WIDTHS[widths], context), size * q
+        grouped = torch.from_numpy(queries).reshape(1, NUM_HEADS_KV, -1, HEAD_DIM)
+        cases.append((queries, grouped, pages, *map(torch.from_numpy, decode(pages))))
     for line in sys.stdin:
-        pages, k, v = cases[int(line)]
+        queries, grouped, pages, k, v = cases[int(line)]
         times = []
         for _ in range(CALLS):
             start = time.perf_counter()
-            packed_attention(q, pages)
+            packed_attention(queries, pages)
             middle = time.perf_counter()
             torch.nn.functional.scaled_dot_product_attention(grouped, k, v)
             times.append((1e3 * (middle - start), 1e3 * (time.perf_counter() - middle)))
@@ -60,7 +65,8 @@ def measure(folders: dict[str, Path]) -> list[dict[str, Any]]:
         steps = ("least", "quarter", "median")
         row = dict(zip(steps, np.quantile(packed, (0, 0.25, 0.5)).round(3).tolist(), strict=True))
         row["speedup"] = round(float(np.median(dense / packed)), 2)
-        rows.append({"context": CASES[case][0], "widths": CASES[case][1], "version": name, **row})
+        of_case = dict(zip(("context", "widths", "queries_times"), CASES[case], strict=True))
+        rows.append({**of_case, "version": name, **row})
     return rows
 
 

@@ -264,7 +264,7 @@ def _attend_many_rows(call: _CpuCall, pages: Pages, num_bh: int, query_rows: int
     kernels.lay_out_panels(call.queries, np.float32(call.scale), call.keys, call.block, coded, raw)
     # Two parts for each range of quads: those with coded values and those with raw ones.
     shape = (num_bh, blocks, 2 * call.splits(num_bh * blocks, _ITEMS // 4, 4 * _QUADS_PER_ITEM), rows)
-    parts, (row_max, row_sum) = np.zeros((2, *shape, head_dim), np.float32), np.empty((2, *shape), np.float32)
+    parts, (row_max, row_sum) = np.zeros((2, *shape, head_dim), np.float32), np.zeros((2, *shape), np.float32)
     notes = _new_notes(shape, notes_each)
     run_parallel(
         kernels.attend_rows, np.zeros(1, np.int64), (coded, raw, first_visible), call.page_table, layouts,
