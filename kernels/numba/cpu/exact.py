@@ -10,8 +10,7 @@ scores -inf. Scratch of a thread at head_dim 64: tiles 36 KiB, queries and total
 
 Queries are not scaled, scores are, as in `attention`; large weights are computed again (`sharpen_softmax`).
 Arrays are float32 in C order: q, out (batch, rows, heads_q, head_dim); k, v (batch, keys, heads, head_dim);
-visible bool (batch, keys); lse (batch, heads_q, rows), natural, float64 where it
-is written.
+visible bool (batch, keys); lse (batch, heads_q, rows), natural, float64 where `attend_exact` writes it.
 """
 
 import math
@@ -96,11 +95,7 @@ def attend_exact(counter, q, k, v, visible, sign, scale_log2, rate, softcap, out
     queries, totals = np.empty((2, PANELS, head_dim * PANEL), np.float32)
     row_max, row_sum = np.empty((2, PANELS, PANEL), np.float32)
     scores, marks = np.empty(KEYS * PANEL, np.float32), np.empty(2 * PANEL, np.float32)
-    peak, nobody, exact_sums = (
-        np.empty(PANEL, np.float32),
-        np.empty(0, np.float32),
-        np.empty((2, 0), np.float64),
-    )
+    peak, nobody, exact_sums = np.empty(PANEL, np.float32), np.empty(0, np.float32), np.empty((2, 0))
     sums, exponents = np.empty(LANES, np.float64), np.empty(LANES, np.float32)
     item = take_number(counter)
     while item < batch * heads * blocks:

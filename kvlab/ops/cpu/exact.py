@@ -19,21 +19,18 @@ __all__ = ["NO_REST", "ExactResult", "attend_exact", "exact_mass", "merge_two"]
 
 Floats = NDArray[np.float32]
 _WORTH_SHARING = 8_000_000  # multiplications, about a quarter of a millisecond
-
-
 NO_REST: Floats = np.empty((0, 0, 0), np.float32)
+"""Of a log-sum-exp that lost nothing when it was rounded, or of which that is not known."""
 
 
 def merge_two(out_a: Any, lse_a: Any, rest_a: Any, out_b: Any, lse_b: Any) -> tuple[Floats, Floats]:
     """Out and lse, float32, over the keys of two parts; rest_a: what lse_a lost when it was rounded."""
     from kvlab.numba_kernels.cpu import exact as kernels
 
-    (out_a, lse_a, rest_a, out_b), lse_b = (
-        (np.ascontiguousarray(x, np.float32) for x in (out_a, lse_a, rest_a, out_b)),
-        np.ascontiguousarray(lse_b, np.float64),
-    )
-    both, total = np.empty_like(out_a), np.empty_like(lse_a)
-    kernels.merge_two(out_a, lse_a, rest_a, out_b, lse_b, both, total)
+    first = [np.ascontiguousarray(x, np.float32) for x in (out_a, lse_a, rest_a)]
+    second = np.ascontiguousarray(out_b, np.float32), np.ascontiguousarray(lse_b, np.float64)
+    both, total = np.empty_like(first[0]), np.empty_like(first[1])
+    kernels.merge_two(*first, *second, both, total)
     return both, total
 
 

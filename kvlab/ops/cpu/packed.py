@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from kvlab.arrays import Array, ArrayT
 from kvlab.new_arrays import like_first
+from kvlab.ops.cpu.exact import NO_REST
 from kvlab.ops.cpu.layer import array_at, view_at
 from kvlab.ops.packed import PackedAttention, Pages, Window
 from kvlab.pages import QUAD, TOKENS_PER_PAGE, PageLayout
@@ -298,7 +299,7 @@ class LseRest:
     """
 
     def __init__(self) -> None:
-        self._address, self._values = 0, np.empty((0, 0, 0), np.float32)
+        self._address, self._values = 0, NO_REST
 
     def keep(self, address: int, values: NDArray[np.float32]) -> None:
         """Keep what is lost of the log-sum-exp at an address, and nothing else."""
